@@ -1,0 +1,394 @@
+"""The configuration: as written (may say "auto") and as resolved (says everything). `resolve_config` links them.
+
+A TOML file, environment variables over it, flags over both:
+
+    backend = "paged"
+
+    [cache]
+    block_size = 16
+    memory = "4GiB"
+
+    PAGEDKV_CACHE_BLOCK_SIZE=32      one variable a key
+    PAGEDKV_CONFIG=pagedkv.toml      names the file
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+
+from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, known_kv_dtypes
+from pagedkv.plugin.model_spec import ModelSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX = "PAGEDKV_"
+CONFIG_FILE_VARIABLE = "PAGEDKV_CONFIG"
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSection(_Section):
+    path: str = Field("", description="Directory of the model (safetensors, config.json, tokenizer.json).")
+    adapter: str = Field("transformers", description="Model adapter: a plugin of the group pagedkv.models.")
+    dtype: Auto | Literal["float32", "float16", "bfloat16"] = Field(
+        AUTO, description='Dtype of weights and activations; "auto" is the checkpoint\'s.'
+    )
+    device: str = Field(AUTO, description='"cpu", "cuda", "cuda:1"; "auto" is a GPU where there is one.')
+    revision: str = Field("", description="Revision of a model that is not a directory; empty is the default one.")
+    trust_remote_code: bool = Field(False, description="Run Python code that the model brings.")
+    allow_pickle: bool = Field(False, description="Load weights that are not safetensors; unpickling runs code.")
+
+
+class CacheSection(_Section):
+    manager: str = Field("paged", description="Cache manager: a plugin of the group pagedkv.cache_managers.")
+    block_size: int = Field(16, description="Tokens a block: a power of two from 8 to 256.")
+    kv_dtype: str = Field(AUTO, description='KV dtype; "auto" is the model\'s dtype.')
+    prefix_caching: bool = Field(True, description="Find the KV of equal prefixes instead of computing it.")
+    memory: Auto | ByteSize = Field(
+        AUTO, description='Bytes of the pool ("4GiB"); "auto" takes memory_fraction of the device.'
+    )
+    memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the device's memory that weights, activations and pool may take together. On a CPU, "
+        "where other programs live too, half of what is available is taken at most.",
+    )
+    num_blocks: Auto | PositiveInt = Field(AUTO, description="Blocks of the pool, instead of a size in bytes.")
+    overcommit: float = Field(
+        1.0, ge=1, le=64, description="The capacity told to the router is the physical one times this."
+    )
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_power_of_two(cls, value: int) -> int:
+        if not 8 <= value <= 256 or value & (value - 1):
+            raise ValueError("must be a power of two from 8 to 256")
+        return value
+
+    @field_validator("kv_dtype")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value != AUTO and value not in known_kv_dtypes():
+            raise ValueError(f"unknown KV dtype; known: auto, {', '.join(known_kv_dtypes())}")
+        return value
+
+
+class SchedulerSection(_Section):
+    name: str = Field("continuous", description="Scheduler: a plugin of the group pagedkv.schedulers.")
+    max_step_tokens: PositiveInt = Field(
+        2048, description="Tokens of one step; longer prompts are computed in chunks, beside running sequences."
+    )
+    max_num_sequences: PositiveInt = Field(256, description="Sequences that run at the same time.")
+
+
+class KernelsSection(_Section):
+    name: str = Field(AUTO, description='Attention kernels: a plugin of pagedkv.kernels; "auto" picks the fastest.')
+
+
+class LimitsSection(_Section):
+    max_input_tokens: Auto | PositiveInt = Field(
+        AUTO, description='Longest prompt; "auto" is one less than max_total_tokens.'
+    )
+    max_total_tokens: Auto | PositiveInt = Field(
+        AUTO, description='Longest prompt and output together; "auto" is what the model was made for.'
+    )
+
+
+class ServerSection(_Section):
+    uds_path: str = Field("", description="Unix socket; the shard's rank is appended, as in PATH-0.")
+    listen: str = Field("", description="HOST:PORT for TCP; empty leaves TCP off.")
+    max_message_bytes: ByteSize = Field(ByteSize(64 * 2**20), description="Largest gRPC message.")
+    drain_timeout_s: float = Field(60.0, ge=0, description="How long SIGTERM waits for running requests.")
+    stuck_step_timeout_s: float = Field(120.0, gt=0, description="Health fails when one step takes longer than this.")
+    chunked_prefill: bool = Field(
+        True, description="Tell the router that new and running requests may share a step (paged backend)."
+    )
+    prefill_tokens: Auto | PositiveInt = Field(
+        AUTO, description='Prompt tokens of one warm-up batch; "auto" is what the router asks for.'
+    )
+
+
+class Config(_Section):
+    """The configuration as written."""
+
+    backend: str = Field("paged", description='The KV cache: "paged" or "contiguous"; a plugin of pagedkv.backends.')
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe log line.")
+    model: ModelSection = ModelSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    kernels: KernelsSection = KernelsSection()
+    limits: LimitsSection = LimitsSection()
+    server: ServerSection = ServerSection()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """One key, for tables and lookups."""
+
+    path: str
+    default: Any
+    description: str
+
+    @property
+    def environment_variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.path.replace(".", "_").upper()
+
+
+def list_config_keys() -> list[ConfigKey]:
+    return list(_walk_keys(Config, ""))
+
+
+def _walk_keys(section: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
+    for name, info in section.model_fields.items():
+        if isinstance(info.default, _Section):
+            yield from _walk_keys(type(info.default), f"{prefix}{name}.")
+        else:
+            yield ConfigKey(prefix + name, info.default, info.description or "")
+
+
+def load_config(
+    file: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Reads the configuration: the file, environment variables over it, overrides (flags) over both.
+
+    Args:
+        file: a TOML file; None takes the one that `PAGEDKV_CONFIG` names, if any.
+        overrides: values by dotted key ("cache.block_size").
+        environ: None is the process's environment.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown key (the nearest known one is named), a bad value.
+    """
+    environ = os.environ if environ is None else environ
+    file = file or environ.get(CONFIG_FILE_VARIABLE) or None
+    values: dict[str, Any] = _read_toml(Path(file)) if file else {}
+    for key, value in {**_read_environment(environ), **(overrides or {})}.items():
+        _set_dotted(values, key, value)
+    return parse_config(values, source=str(file) if file else "the configuration")
+
+
+def parse_config(values: Mapping[str, Any], source: str = "the configuration") -> Config:
+    """Validates nested values. Raises ConfigError with every fault, one a line."""
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        faults = dict.fromkeys(_explain_fault(detail) for detail in cast("list[dict[str, Any]]", error.errors()))
+        raise ConfigError(f"{source} is not valid:\n" + "\n".join(f"  {fault}" for fault in faults)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a valid TOML file: {error}") from error
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    known = {key.environment_variable: key.path for key in list_config_keys()}
+    values = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_FILE_VARIABLE:
+            continue
+        if variable not in known:
+            raise ConfigError(f"unknown environment variable {variable}{_hint(variable, list(known))}")
+        values[known[variable]] = value
+    return values
+
+
+def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        nested = values.setdefault(section, {})
+        if not isinstance(nested, dict):
+            raise ConfigError(f"{section} must be a table, not {nested!r}")
+        values = nested
+    values[name] = value
+
+
+def _explain_fault(detail: Mapping[str, Any]) -> str:
+    known = [key.path for key in list_config_keys()]
+    known_parts = set(known) | {path.split(".")[0] for path in known}
+    parts = [str(part) for part in detail["loc"]]
+    while len(parts) > 1 and ".".join(parts) not in known_parts and ".".join(parts[:-1]) in known:
+        parts.pop()
+    path = ".".join(parts)
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {path}{_hint(path, sorted(known_parts))}"
+    return f"{path}: {detail['msg'].removeprefix('Value error, ')} (found {detail['input']!r})"
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    path: str
+    adapter: str
+    revision: str
+    """Empty is the default revision."""
+    trust_remote_code: bool
+    allow_pickle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFraction:
+    """Pool budget: what a share of the device leaves beside weights and activations."""
+
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """Pool budget in bytes."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBlocks:
+    """Pool budget in blocks."""
+
+    num_blocks: int
+
+
+MemoryBudget = MemoryFraction | MemoryBytes | MemoryBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    manager: str
+    block_size: int
+    kv_dtype: KVDtype
+    has_prefix_cache: bool
+    budget: MemoryBudget
+    overcommit: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    name: str
+    max_step_tokens: int
+    max_num_sequences: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The configuration with every question answered. Made by `resolve_config` alone."""
+
+    backend: str
+    model: ModelSettings
+    dtype: torch.dtype
+    device: torch.device
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    kernels: str
+    """A plugin's name; the plugin `auto` picks by device when it is made."""
+    max_input_tokens: int
+    max_total_tokens: int
+
+
+def resolve_model_settings(config: Config) -> ModelSettings:
+    """What is needed to describe the model. Raises ConfigError where no model is named."""
+    section = config.model
+    if not section.path:
+        raise ConfigError("no model is named: give its directory (model.path)")
+    return ModelSettings(
+        section.path, section.adapter, section.revision, section.trust_remote_code, section.allow_pickle
+    )
+
+
+def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
+    """Answers every "auto" from the model and the machine.
+
+    Raises:
+        ConfigError: a device that is not here, limits beyond the model's positions or in contradiction.
+    """
+    dtype = model.dtype if config.model.dtype == AUTO else TORCH_DTYPES[config.model.dtype]
+    max_total_tokens, max_input_tokens = _resolve_limits(config.limits, model)
+    return ResolvedConfig(
+        backend=config.backend,
+        model=resolve_model_settings(config),
+        dtype=dtype,
+        device=_resolve_device(config.model.device),
+        cache=_resolve_cache(config.cache, dtype),
+        scheduler=SchedulerSettings(
+            config.scheduler.name,
+            config.scheduler.max_step_tokens,
+            config.scheduler.max_num_sequences,
+            config.cache.block_size,
+        ),
+        kernels=config.kernels.name,
+        max_input_tokens=max_input_tokens,
+        max_total_tokens=max_total_tokens,
+    )
+
+
+def _resolve_limits(limits: LimitsSection, model: ModelSpec) -> tuple[int, int]:
+    max_positions = model.max_position_tokens
+    max_total = max_positions if limits.max_total_tokens == AUTO else limits.max_total_tokens
+    if max_total > max_positions:
+        raise ConfigError(f"limits.max_total_tokens is {max_total}; the model was made for {max_positions} tokens")
+    max_input = max_total - 1 if limits.max_input_tokens == AUTO else limits.max_input_tokens
+    if max_input >= max_total:
+        raise ConfigError(
+            f"limits.max_input_tokens ({max_input}) must be below limits.max_total_tokens ({max_total}), "
+            "which also counts the output"
+        )
+    return max_total, max_input
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device: {error}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here")
+    return device
+
+
+def _resolve_cache(section: CacheSection, dtype: torch.dtype) -> CacheSettings:
+    budget: MemoryBudget = MemoryFraction(section.memory_fraction)
+    if section.num_blocks != AUTO:
+        budget = MemoryBlocks(section.num_blocks)
+    elif section.memory != AUTO:
+        budget = MemoryBytes(int(section.memory))
+    kv_dtype = KV_DTYPE_OF_TORCH[dtype] if section.kv_dtype == AUTO else find_kv_dtype(section.kv_dtype)
+    return CacheSettings(
+        section.manager, section.block_size, kv_dtype, section.prefix_caching, budget, section.overcommit
+    )

@@ -1,0 +1,64 @@
+"""What a model is, before its weights are loaded: all that the budget, the planner and the kernels need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pagedkv.plugin.kv_dtypes import KVCacheSpec, KVDtype
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer on one shard. Query head i reads KV head i // (num_heads // num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    v_head_dim: int
+    """Of values and of the output."""
+    sliding_window: int | None = None
+    """A query sees itself and the `sliding_window - 1` tokens before it; None sees all."""
+    softcap: float | None = None
+    """Scores become softcap × tanh(score / softcap)."""
+    has_sinks: bool = False
+    has_alibi: bool = False
+
+    def cache_spec(self, block_size: int, kv_dtype: KVDtype) -> KVCacheSpec:
+        return KVCacheSpec(self.num_kv_heads, self.head_dim, self.v_head_dim, block_size, kv_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A checkpoint's facts, for one shard of it."""
+
+    architecture: str
+    dtype: torch.dtype
+    """Of the weights as the checkpoint states them."""
+    layers: tuple[AttentionSpec, ...]
+    """The attention layers, in order; their number in the tuple is the layer index everywhere."""
+    vocab_size: int
+    hidden_size: int
+    max_position_tokens: int
+    """Positions the model was made for: prompt and output together."""
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    num_parameters: int | None = None
+    """Of the whole model; None where the configuration alone can't tell."""
+    has_qk_norm: bool = False
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window that every layer has, or None where at least one layer sees all."""
+        windows = {layer.sliding_window for layer in self.layers}
+        return None if None in windows or not windows else max(w for w in windows if w is not None)
+
+    def bytes_per_block(self, block_size: int, kv_dtype: KVDtype) -> int:
+        """KV bytes of one block over all layers."""
+        return sum(layer.cache_spec(block_size, kv_dtype).bytes_per_block for layer in self.layers)
+
+    def with_dtype(self, dtype: torch.dtype) -> ModelSpec:
+        return replace(self, dtype=dtype)

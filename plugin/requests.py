@@ -1,0 +1,160 @@
+"""What goes into a backend and what comes out: requests, sampling parameters, step outputs. Tokens only, no text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from pagedkv.plugin.errors import RequestError
+
+RequestId = NewType("RequestId", int)
+"""Names one live request in one backend: 0 ≤ id < 2**64, free again after the request's end."""
+
+MAX_TOP_N_TOKENS = 1000
+MAX_NEW_TOKENS = 2**31 - 1
+
+
+class FinishReason(Enum):
+    """Why a request ended. Where several hold in one step, the first in this order is reported."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RequestError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Sampling is on when `do_sample` is set or any of `temperature`, `top_k`, `top_p`, `typical_p` differs from its
+    default; otherwise the best token is taken. Order of operations: watermark, repetition penalty, frequency penalty,
+    temperature, top_k, top_p, typical_p.
+
+    Raises:
+        RequestError: a value out of its range, NaN or infinite.
+    """
+
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Stop strings, matched literally at the end of the generated text; a backend ignores them, the text layer acts."""
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k best tokens; 0 keeps all."""
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    seed: int | None = None
+    """Fixes the sampled tokens whatever the batch around the request; None draws a fresh seed."""
+    repetition_penalty: float = 1.0
+    """score < 0 ? score × p : score / p for each token of prompt and output; 1.0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracts penalty × count / length over prompt and output; 0.0 is off."""
+    watermark: bool = False
+    top_n_tokens: int = 0
+    """How many of the model's best tokens are reported at each step with their log-probabilities."""
+    prefill_logprobs: bool = False
+    n: int = 1
+    """How many samples the engine draws from one prompt (seeds seed, seed + 1, …), sharing the prompt's blocks."""
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.max_new_tokens <= MAX_NEW_TOKENS,
+            f"max_new_tokens is {self.max_new_tokens}; it must be between 1 and {MAX_NEW_TOKENS}",
+        )
+        _require(
+            math.isfinite(self.temperature) and self.temperature > 0,
+            f"temperature is {self.temperature}; it must be a finite number above 0 (1.0 is neutral)",
+        )
+        _require(0 <= self.top_k < 2**32, f"top_k is {self.top_k}; it must be 0 (off) or a positive number")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(0 < self.typical_p <= 1, f"typical_p is {self.typical_p}; it must be above 0 and at most 1")
+        _require(
+            self.seed is None or 0 <= self.seed < 2**64, f"seed is {self.seed}; it must be between 0 and 2**64 - 1"
+        )
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0 (1.0 is off)",
+        )
+        _require(
+            math.isfinite(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
+            f"frequency_penalty is {self.frequency_penalty}; it must be between -2 and 2 (0.0 is off)",
+        )
+        _require(
+            0 <= self.top_n_tokens <= MAX_TOP_N_TOKENS,
+            f"top_n_tokens is {self.top_n_tokens}; it must be between 0 and {MAX_TOP_N_TOKENS}",
+        )
+        _require(1 <= self.n <= 128, f"n is {self.n}; it must be between 1 and 128")
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn at random rather than taken greedily."""
+        return self.do_sample or self.temperature != 1.0 or self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNamespace:
+    """What makes the KV of equal tokens differ. Blocks are shared within one namespace, never across."""
+
+    salt: str = ""
+    """Set by trusted infrastructure, one a tenant, so that no tenant can probe another's prefixes."""
+    adapter_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue. Checked against the model's vocabulary and limits by `Backend.add`."""
+
+    id: RequestId
+    prompt_ids: Sequence[int]
+    """Token ids, 0 ≤ id < vocab_size, at least one; read only."""
+    params: SamplingParams
+    namespace: CacheNamespace = field(default_factory=CacheNamespace)
+    parent_id: RequestId | None = None
+    """A live request in the same namespace to fork from: the KV of the common beginning of both is shared, the block
+    that holds its end is copied on the first write. Only saves work: a backend without sharing computes it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    """Natural logarithm of the probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One new token of one request."""
+
+    request_id: RequestId
+    token: TokenLogprob
+    """The chosen token; its log-probability is taken after penalties and warpers."""
+    top_tokens: tuple[TokenLogprob, ...]
+    """The model's own best `top_n_tokens`, best first; ties with the last one are included, equal scores by id."""
+    prefill_logprobs: tuple[float, ...] | None
+    """In the first output of a request that asked for it: one a prompt token, the first NaN. Else None."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV was found instead of computed when the request was first admitted."""
+    finish_reason: FinishReason | None
+    """LENGTH or EOS_TOKEN in the last output of the request, after which the backend has released it; else None."""
+    seed: int | None
+    """The seed in use when the request samples, so that the run can be repeated; None when it is greedy."""
+
+
+def find_finish_reason(
+    params: SamplingParams, num_generated_tokens: int, token_id: int, eos_token_ids: Sequence[int]
+) -> FinishReason | None:
+    """Decides whether a request ends with the token just chosen (counted in `num_generated_tokens`)."""
+    if num_generated_tokens >= params.max_new_tokens:
+        return FinishReason.LENGTH
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return FinishReason.EOS_TOKEN
+    return None

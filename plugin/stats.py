@@ -1,0 +1,87 @@
+"""What a backend counts. Counters only grow; gauges tell the present. Every backend fills the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Of a cache manager."""
+
+    num_total_blocks: int
+    num_used_blocks: int
+    """Held by at least one sequence."""
+    num_cached_blocks: int
+    """Reference count 0, content kept."""
+    num_free_blocks: int
+    num_used_slots: int
+    """Slots of used blocks that hold a token; a shared block counts once."""
+    prefix_cache_query_tokens: int
+    """Counter: prompt tokens looked up at first admissions."""
+    prefix_cache_hit_tokens: int
+    """Counter: of these, tokens found."""
+    evictions: int
+    """Counter: cached blocks given to new content."""
+    copies: int
+    """Counter: blocks copied on write."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    num_running: int
+    num_waiting: int
+    preemptions: int
+    """Counter."""
+    recomputed_tokens: int
+    """Counter: tokens computed again after a preemption; prefix hits of a readmission are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """Of a backend. A contiguous backend reports its reservation in units of one slot a block."""
+
+    running: int
+    waiting: int
+    num_total_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    block_size: int
+    num_used_slots: int
+    kv_bytes_in_use: int
+    """Bytes of the slots that hold a token of a live sequence."""
+    kv_bytes_reserved: int
+    """Bytes held for live sequences: whole blocks, or a contiguous cache's room for the longest answer."""
+    kv_bytes_total: int
+    """Bytes of the whole pool."""
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    saved_prefill_tokens: int
+    """Counter: prompt tokens of first admissions that were not computed, by a hit or a fork."""
+    prompt_tokens: int
+    """Counter: prompt tokens of all requests taken."""
+    generated_tokens: int
+    """Counter."""
+    recomputed_tokens: int
+    """Counter: computed again after a preemption."""
+    preemptions: int
+    evictions: int
+    copies: int
+    steps: int
+
+    @property
+    def block_utilization(self) -> float:
+        """Used blocks of all blocks, 0..1."""
+        return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """Unfilled slots of the slots in used blocks, 0..1."""
+        num_slots = self.num_used_blocks * self.block_size
+        return 1 - self.num_used_slots / num_slots if num_slots else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Hit tokens of queried tokens, 0..1."""
+        return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
