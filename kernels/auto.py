@@ -1,0 +1,142 @@
+"""The `auto` kernels: the first of triton, cpu and reference that serves every layer of the model.
+
+The choice needs all layers, which come one `unsupported_reasons` call at a time; so it is made anew with each of them,
+and is final, and logged, once the first layer's storage is allocated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.errors import PagedKVError, UnsupportedError
+from pagedkv.plugin.interface import AttentionKernels, KVStorage
+from pagedkv.plugin.kv_dtypes import KVCacheSpec
+from pagedkv.plugin.model_spec import AttentionSpec
+from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.step_plan import BlockCopy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+CANDIDATES = ("triton", "cpu", "reference")
+"""Names of plugins, the fastest first."""
+
+
+_Question = tuple[AttentionSpec, KVCacheSpec, torch.dtype]
+"""The arguments of one `unsupported_reasons` call."""
+
+
+@dataclass
+class _Candidate:
+    """A provider that could be picked, and why it can't."""
+
+    name: str
+    kernels: AttentionKernels | None = None
+    reasons: list[str] = field(default_factory=list)
+    """Why not, in the order found; empty while it can be picked."""
+    num_asked: int = 0
+
+    def ask(self, questions: Sequence[_Question]) -> bool:
+        """Puts to it the questions it has not heard, and says whether it serves them all."""
+        for question in questions[self.num_asked :]:
+            if self.kernels is not None:
+                found = self.kernels.unsupported_reasons(*question)
+                self.reasons += [reason for reason in found if reason not in self.reasons]
+        self.num_asked = len(questions)
+        return not self.reasons
+
+
+class AutoKernels:
+    """Implements `AttentionKernels` by the first candidate without a reason against it."""
+
+    interface_version: ClassVar[int] = 1
+
+    def __init__(self, candidates: Sequence[_Candidate]) -> None:
+        self._candidates = list(candidates)
+        self._questions: list[_Question] = []
+        self._settled: AttentionKernels | None = None
+
+    @classmethod
+    def create(cls, device: torch.device) -> Self:
+        """Makes every candidate that is installed and meant for the device."""
+        return cls([_create_candidate(name, device) for name in CANDIDATES])
+
+    @property
+    def name(self) -> str:
+        """Of the kernels picked; before the first `allocate`, of those that would be."""
+        return self._picked().name
+
+    @property
+    def can_capture_graphs(self) -> bool:
+        return self._picked().can_capture_graphs
+
+    def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
+        """Why no candidate serves this layer and all asked about before; every candidate's reasons, with its name."""
+        if self._settled is not None:
+            return self._settled.unsupported_reasons(spec, cache_spec, dtype)
+        question = (spec, cache_spec, dtype)
+        if question not in self._questions:
+            self._questions.append(question)
+        return [] if self._first_able() is not None else self._all_reasons()
+
+    def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
+        """As the picked kernels do. The first call makes the pick final.
+
+        Raises:
+            UnsupportedError: no candidate serves the layers asked about; the text lists every reason.
+            torch.OutOfMemoryError: the storage does not fit.
+        """
+        if self._settled is None:
+            self._settled = self._picked()
+            skipped = [candidate for candidate in self._candidates if candidate.reasons]
+            why = "; ".join(f"not {candidate.name}: {', '.join(candidate.reasons)}" for candidate in skipped)
+            logger.info("attention kernels: %s (%s)", self._settled.name, why or "the first choice")
+        return self._settled.allocate(cache_spec, num_blocks)
+
+    def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
+        self._picked().store(storage, k, v, metadata)
+
+    def attend(
+        self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
+        return self._picked().attend(q, storage, metadata, options)
+
+    def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
+        self._picked().copy_blocks(storage, copies)
+
+    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
+        self._picked().swap_blocks(source, target, copies)
+
+    def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._picked().read(storage, slots)
+
+    def _picked(self) -> AttentionKernels:
+        if self._settled is not None:
+            return self._settled
+        kernels = self._first_able()
+        if kernels is None:
+            raise UnsupportedError("no attention kernels serve this model: " + "; ".join(self._all_reasons()))
+        return kernels
+
+    def _first_able(self) -> AttentionKernels | None:
+        return next((candidate.kernels for candidate in self._candidates if candidate.ask(self._questions)), None)
+
+    def _all_reasons(self) -> list[str]:
+        return [f"{candidate.name}: {reason}" for candidate in self._candidates for reason in candidate.reasons]
+
+
+def _create_candidate(name: str, device: torch.device) -> _Candidate:
+    if name == "triton" and device.type != "cuda":
+        return _Candidate(name, reasons=[f"it needs a GPU, the device is {device.type}"])
+    try:
+        return _Candidate(name, kernels=find_plugin(KERNELS, name).create(device))
+    except PagedKVError as error:
+        return _Candidate(name, reasons=[str(error)])
