@@ -1,0 +1,203 @@
+"""How many blocks a pool gets: from a memory budget, the machine, and what is taken already.
+
+`size_pool` is what a backend calls once at warm-up, on every rank; the rest are its parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from pagedkv.plugin.config import MemoryBlocks, MemoryBudget, MemoryBytes
+from pagedkv.plugin.errors import CapacityError, ConfigError
+
+MAX_HOST_SHARE = 0.5
+"""Of the available host memory: other programs live there too, and swapping is worse than a small pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device as it is now."""
+
+    total_bytes: int
+    free_bytes: int
+    """Taken by nobody; for host memory, what can be had without swapping."""
+    is_host: bool
+
+
+def size_pool(
+    budget: MemoryBudget,
+    device: torch.device,
+    *,
+    bytes_per_block: int,
+    used_bytes: int,
+    activation_bytes: int,
+    min_num_blocks: int,
+    max_num_blocks: int | None = None,
+) -> int:
+    """Decides the number of blocks, the same one on every rank. Collective: all ranks call it, or none.
+
+    Args:
+        bytes_per_block: of all layers together, scales included.
+        used_bytes: what this process holds on the device already, weights above all. Of CUDA's memory, give unused
+            cached memory back first (`torch.cuda.empty_cache`), it counts as taken.
+        activation_bytes: the most that one step needs beside weights and pool.
+        min_num_blocks: blocks that one request of the limits takes.
+        max_num_blocks: beyond which more blocks are of no use; bounds a fraction of memory, not a size that was asked
+            for outright. None is no bound.
+
+    Raises:
+        CapacityError: the budget does not hold one request; raised on all ranks alike.
+        ConfigError: the free memory can't be found out on this system.
+    """
+    if isinstance(budget, MemoryBlocks):
+        num_blocks = budget.num_blocks
+    elif isinstance(budget, MemoryBytes):
+        num_blocks = budget.num_bytes // bytes_per_block
+    else:
+        pool_bytes = compute_pool_bytes(
+            budget.fraction, read_device_memory(device), used_bytes=used_bytes, activation_bytes=activation_bytes
+        )
+        num_blocks = pool_bytes // bytes_per_block
+        if max_num_blocks is not None:
+            num_blocks = min(num_blocks, max_num_blocks)
+    # Checked only after agreeing: a rank that raised before would leave the others waiting for it.
+    num_blocks = agree_on_minimum(num_blocks)
+    if num_blocks < min_num_blocks:
+        raise CapacityError(
+            _explain_shortage(budget, num_blocks, min_num_blocks, bytes_per_block, used_bytes, activation_bytes)
+        )
+    return num_blocks
+
+
+def compute_pool_bytes(fraction: float, memory: DeviceMemory, *, used_bytes: int, activation_bytes: int) -> int:
+    """What a share of a device leaves for the pool, at least 0.
+
+    Of a GPU, `fraction` of all its memory is for weights, activations and pool together, as far as others left it
+    free. Of host memory, where weights are gone from the free part already, `fraction` of half of that part.
+    """
+    if memory.is_host:
+        return max(0, int(memory.free_bytes * MAX_HOST_SHARE * fraction) - activation_bytes)
+    allowed_bytes = int(memory.total_bytes * fraction) - used_bytes
+    return max(0, min(allowed_bytes, memory.free_bytes) - activation_bytes)
+
+
+def agree_on_minimum(value: int) -> int:
+    """The least value over all ranks of torch.distributed; the value itself where it is not initialized."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    has_nccl = "nccl" in torch.distributed.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
+    return int(tensor.item())
+
+
+def read_device_memory(device: torch.device) -> DeviceMemory:
+    """Asks CUDA (or ROCm) for a GPU, the operating system for every other device.
+
+    Raises:
+        ConfigError: the operating system does not tell.
+    """
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total_bytes, free_bytes, is_host=False)
+    return read_host_memory()
+
+
+def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
+    """Memory of this machine, or of the container (cgroup v1 or v2) where that is less.
+
+    Raises:
+        ConfigError: neither /proc nor sysconf tells.
+    """
+    total_bytes, free_bytes = _read_meminfo(proc) or _read_sysconf()
+    for limit_bytes, taken_bytes in _read_cgroup_limits(proc, cgroups):
+        total_bytes = min(total_bytes, limit_bytes)
+        free_bytes = min(free_bytes, max(0, limit_bytes - taken_bytes))
+    return DeviceMemory(total_bytes, free_bytes, is_host=True)
+
+
+def _read_meminfo(proc: Path) -> tuple[int, int] | None:
+    text = _read_text(proc / "meminfo")
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in text.splitlines())}
+    if "MemTotal" not in fields or "MemAvailable" not in fields:
+        return None
+    return int(fields["MemTotal"][0]) * 1024, int(fields["MemAvailable"][0]) * 1024
+
+
+def _read_sysconf() -> tuple[int, int]:
+    try:
+        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        raise ConfigError(
+            "this system does not tell how much memory it has; give the pool a size with cache.memory"
+        ) from None
+    return total_bytes, total_bytes
+
+
+def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Yields (limit, taken) in bytes of this process's group and of every group above it."""
+    for line in _read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit_name, taken_name = cgroups, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit_name, taken_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not here; the root is then the container's own group.
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            limit, taken = _read_text(folder / limit_name).strip(), _read_text(folder / taken_name).strip()
+            if limit.isdigit() and taken.isdigit():
+                yield int(limit), int(taken) - _read_reclaimable_bytes(folder)
+            if folder == root:
+                break
+
+
+def _read_reclaimable_bytes(folder: Path) -> int:
+    """File pages that the kernel drops before it runs out: a checkpoint just read would else look like used memory."""
+    stat = dict(line.split(" ", 1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
+    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _explain_shortage(
+    budget: MemoryBudget,
+    num_blocks: int,
+    min_num_blocks: int,
+    bytes_per_block: int,
+    used_bytes: int,
+    activation_bytes: int,
+) -> str:
+    needed = f"{min_num_blocks} blocks ({_format_bytes(min_num_blocks * bytes_per_block)})"
+    found = f"the pool would have {num_blocks} blocks of {_format_bytes(bytes_per_block)}"
+    if isinstance(budget, MemoryBlocks):
+        remedy = f"raise cache.num_blocks (now {budget.num_blocks})"
+    elif isinstance(budget, MemoryBytes):
+        remedy = f"raise cache.memory (now {_format_bytes(budget.num_bytes)})"
+    else:
+        found += f", beside {_format_bytes(used_bytes)} in use and {_format_bytes(activation_bytes)} for activations"
+        remedy = f"raise cache.memory_fraction (now {budget.fraction:g}) or free memory"
+    return f"one request of the limits takes {needed}, but {found}: {remedy}, or lower limits.max_total_tokens"
+
+
+def _format_bytes(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
