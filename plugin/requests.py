@@ -17,7 +17,7 @@ MAX_TOP_N_TOKENS = 1000
 MAX_NEW_TOKENS = 2**31 - 1
 
 
-class FinishReason(Enum):
+class FinishReason(str, Enum):
     """Why a request ended. Where several hold in one step, the first in this order is reported."""
 
     LENGTH = "length"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,17 @@ class BackendStats:
     evictions: int
     copies: int
     steps: int
+
+    def keys(self) -> list[str]:
+        """All names, so that `dict(stats)` and `stats["running"]` work."""
+        ratios = ["block_utilization", "fragmentation", "prefix_cache_hit_rate"]
+        return [field.name for field in fields(self)] + ratios
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.keys():
+            raise KeyError(name)
+        value: float = getattr(self, name)
+        return value
 
     @property
     def block_utilization(self) -> float:

@@ -1,0 +1,80 @@
+"""Runs a plan: copies, the model over the batch, sampling. Holds the cache's memory; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pagedkv.plugin.attention_metadata import AttentionContext
+from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.backend.step_input import StepInput, build_step_input, num_logprob_tokens
+from pagedkv.plugin.config import ResolvedConfig
+from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter
+from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
+from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
+from pagedkv.plugin.step_plan import StepPlan
+
+Sequences = Mapping[RequestId, LiveSequence]
+
+
+class StepExecutor:
+    """The model, the kernels and the blocks' memory of one backend."""
+
+    def __init__(self, config: ResolvedConfig, model: ModelAdapter, kernels: AttentionKernels) -> None:
+        self._device = config.device
+        self._block_size = config.cache.block_size
+        self._kv_dtype = config.cache.kv_dtype
+        self._model = model
+        self._kernels = kernels
+        self._sampler = Sampler(model.spec.vocab_size, config.device)
+        self._storage: Sequence[KVStorage] = ()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """KV bytes of a block over all layers."""
+        return self._model.spec.bytes_per_block(self._block_size, self._kv_dtype)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replaces the blocks' memory; 0 blocks frees it."""
+        self._storage = ()
+        if num_blocks:
+            specs = [layer.cache_spec(self._block_size, self._kv_dtype) for layer in self._model.spec.layers]
+            self._storage = [self._kernels.allocate(spec, num_blocks) for spec in specs]
+
+    def run(self, plan: StepPlan, sequences: Sequences) -> dict[RequestId, SampledToken]:
+        """Runs a plan with rows; a token for each row whose sequence is caught up with.
+
+        Log-probabilities of prompts are added to the sequences that want them.
+        """
+        if plan.copies:
+            for storage in self._storage:
+                self._kernels.copy_blocks(storage, plan.copies)
+        step_input = build_step_input(plan, sequences, self._block_size)
+        context = AttentionContext(self._kernels, self._storage, step_input.metadata(self._device))
+        logits = self._model.forward(step_input.model_input(self._device), context)
+        if step_input.next_token_ids.size:
+            _collect_prefill_logprobs(plan, sequences, step_input, logits)
+        return self._sample(plan, sequences, logits[: step_input.num_sampling_rows])
+
+    def _sample(self, plan: StepPlan, sequences: Sequences, logits: torch.Tensor) -> dict[RequestId, SampledToken]:
+        ids = [row.id for row in plan.scheduled if row.is_last_chunk]
+        if not ids:
+            return {}
+        sampled = self._sampler.sample(logits, [sequences[id_].sampling for id_ in ids])
+        return dict(zip(ids, sampled, strict=True))
+
+
+def _collect_prefill_logprobs(
+    plan: StepPlan, sequences: Sequences, step_input: StepInput, logits: torch.Tensor
+) -> None:
+    next_token_ids = torch.from_numpy(step_input.next_token_ids).to(logits.device)
+    logprobs = prefill_logprobs(logits[step_input.num_sampling_rows :], next_token_ids).tolist()
+    first = 0
+    for row in plan.scheduled:
+        sequence = sequences[row.id]
+        if sequence.wants_prefill_logprobs:
+            last = first + num_logprob_tokens(row, sequence)
+            sequence.extend_prefill_logprobs(row.start, logprobs[first:last])
+            first = last

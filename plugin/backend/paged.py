@@ -1,0 +1,281 @@
+"""The paged backend: schedule, execute, commit, over the plugins that the config names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from pagedkv.plugin.admission import validate_requests
+from pagedkv.plugin.backend.executor import StepExecutor
+from pagedkv.plugin.backend.limits import EffectiveLimits
+from pagedkv.plugin.backend.profile import measure_activation_bytes
+from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, Counters, make_stats
+from pagedkv.plugin.cache.budget import size_pool
+from pagedkv.plugin.config import ResolvedConfig
+from pagedkv.plugin.errors import CapacityError, StepError, UnavailableError, UnsupportedError
+from pagedkv.plugin.interface import (
+    INTERFACE_VERSION,
+    AttentionKernels,
+    BackendInfo,
+    CacheManager,
+    Capacity,
+    ModelAdapter,
+    Scheduler,
+    WarmupLimits,
+)
+from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, find_plugin
+from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
+from pagedkv.plugin.sampling.sampler import SampledToken
+from pagedkv.plugin.stats import BackendStats
+from pagedkv.plugin.step_plan import NewSequence, StepPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What one warm-up makes."""
+
+    cache: CacheManager
+    scheduler: Scheduler
+    limits: EffectiveLimits
+
+
+class PagedBackend:
+    """Continuous batching over a paged cache. See `pagedkv.plugin.interface.Backend`."""
+
+    interface_version: ClassVar[int] = INTERFACE_VERSION
+
+    def __init__(self, config: ResolvedConfig, model: ModelAdapter, kernels: AttentionKernels) -> None:
+        self._config = config
+        self._model = model
+        self._kernels = kernels
+        self._executor = StepExecutor(config, model, kernels)
+        self._sequences: dict[RequestId, LiveSequence] = {}
+        self._counters = Counters()
+        self._pool: Pool | None = None
+        self._is_closed = False
+
+    @classmethod
+    def create(cls, config: ResolvedConfig) -> Self:
+        kernels = find_plugin(KERNELS, config.kernels).create(config.device)
+        model = find_plugin(MODELS, config.model.adapter).load(config, config.device)
+        _refuse_unsupported_layers(config, model.spec, kernels)
+        return cls(config, model, kernels)
+
+    @property
+    def info(self) -> BackendInfo:
+        return BackendInfo(
+            backend="paged",
+            model=self._model.spec,
+            device=self._config.device,
+            dtype=self._config.dtype,
+            kv_dtype=self._config.cache.kv_dtype,
+            attention_kernels=self._kernels.name,
+            block_size=self._config.cache.block_size,
+            requires_padding=False,
+            can_chunk_prefill=True,
+            has_prefix_cache=self._config.cache.has_prefix_cache,
+        )
+
+    def warmup(self, limits: WarmupLimits) -> Capacity:
+        self._refuse_closed()
+        if self._sequences:
+            raise UnavailableError("the cache can't be sized while requests are running; end them first")
+        self._pool = None
+        effective = EffectiveLimits.create(limits, self._config, self._model.spec)
+        num_blocks = self._size_pool(effective)
+        self._executor.allocate(num_blocks)
+        self._pool = self._make_pool(num_blocks, effective)
+        return self._describe_capacity(num_blocks, effective)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        pool = self._require_pool()
+        max_input_tokens, max_total_tokens = pool.limits.max_input_tokens, pool.limits.max_total_tokens
+        validate_requests(requests, self._sequences, self._model.spec.vocab_size, max_input_tokens, max_total_tokens)
+        queued: list[RequestId] = []
+        try:
+            for request in requests:
+                pool.scheduler.add(_describe_sequence(request))
+                queued.append(request.id)
+        except CapacityError:
+            pool.scheduler.abort(queued)
+            raise
+        for request in requests:
+            self._sequences[request.id] = LiveSequence.create(request, self._counters.num_requests)
+            self._counters.count_request(request)
+
+    def step(self, only: Collection[RequestId] | None = None) -> list[StepOutput]:
+        plan = self.schedule(only)
+        if not plan.scheduled:
+            return []
+        return self.commit(plan, self.execute(plan))
+
+    def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
+        """Decides the next step. A plan with rows must be executed and committed before the next call."""
+        plan = self._require_pool().scheduler.schedule(only)
+        for row in plan.scheduled:
+            sequence = self._sequences[row.id]
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = row.num_cached_tokens
+                self._counters.saved_prefill_tokens += row.num_cached_tokens
+        return plan
+
+    def execute(self, plan: StepPlan) -> Mapping[RequestId, SampledToken]:
+        """Runs the model over a plan with rows; a token for each sequence that is caught up with.
+
+        Raises:
+            StepError: the plan failed; its sequences are gone and their blocks are back.
+        """
+        try:
+            return self._executor.run(plan, self._sequences)
+        except Exception as error:
+            self._require_pool().scheduler.fail(plan)
+            ids = [row.id for row in plan.scheduled]
+            for id_ in ids:
+                del self._sequences[id_]
+            raise StepError(f"a step failed: {type(error).__name__}: {error}", ids) from error
+
+    def commit(self, plan: StepPlan, sampled: Mapping[RequestId, SampledToken]) -> list[StepOutput]:
+        """Takes a step's tokens into the sequences; ends and releases those that are finished."""
+        in_order = sorted(sampled, key=lambda id_: self._sequences[id_].arrival)
+        outputs = [self._take_token(self._sequences[id_], sampled[id_]) for id_ in in_order]
+        finished = [output.request_id for output in outputs if output.finish_reason]
+        new_tokens = {id_: sampled[id_].token.token_id for id_ in in_order}
+        self._require_pool().scheduler.commit(plan, new_tokens, finished)
+        for id_ in finished:
+            del self._sequences[id_]
+        self._counters.count_step(outputs)
+        return outputs
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        live = [id_ for id_ in dict.fromkeys(ids) if id_ in self._sequences]
+        if live:
+            self._require_pool().scheduler.abort(live)
+        for id_ in live:
+            del self._sequences[id_]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    def stats(self) -> BackendStats:
+        cache = self._pool.cache.stats() if self._pool else NO_CACHE
+        scheduler = self._pool.scheduler.stats() if self._pool else NO_SCHEDULER
+        return make_stats(
+            self._counters, cache, scheduler, self._executor.bytes_per_block, self._config.cache.block_size
+        )
+
+    def check_integrity(self) -> None:
+        if self._pool:
+            self._pool.cache.check_integrity()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self.abort(list(self._sequences))
+            self._executor.allocate(0)
+            self._pool = None
+            self._is_closed = True
+
+    def _size_pool(self, limits: EffectiveLimits) -> int:
+        device, block_size = self._config.device, self._config.cache.block_size
+        activation_bytes = measure_activation_bytes(self._executor, self._config, limits)
+        blocks_per_request = -(-limits.max_total_tokens // block_size)
+        return size_pool(
+            self._config.cache.budget,
+            device,
+            bytes_per_block=self._executor.bytes_per_block,
+            used_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
+            activation_bytes=activation_bytes,
+            min_num_blocks=blocks_per_request if limits.is_total_demanded else 1,
+            max_num_blocks=blocks_per_request * self._config.scheduler.max_num_sequences,
+        )
+
+    def _make_pool(self, num_blocks: int, limits: EffectiveLimits) -> Pool:
+        config = self._config
+        cache = find_plugin(CACHE_MANAGERS, config.cache.manager).create(
+            num_blocks,
+            config.cache.block_size,
+            has_prefix_cache=config.cache.has_prefix_cache,
+            kv_dtype_name=config.cache.kv_dtype.name,
+        )
+        num_tokens = num_blocks * config.cache.block_size
+        scheduler = find_plugin(SCHEDULERS, config.scheduler.name).create(config.scheduler, cache, num_tokens)
+        return Pool(cache, scheduler, limits)
+
+    def _describe_capacity(self, num_blocks: int, limits: EffectiveLimits) -> Capacity:
+        config = self._config.cache
+        num_tokens = num_blocks * config.block_size
+        max_total_tokens = min(limits.max_total_tokens, num_tokens)
+        logger.info(
+            "KV cache: %d blocks of %d tokens in %s, %.1f MiB; attention kernels %s",
+            num_blocks,
+            config.block_size,
+            config.kv_dtype.name,
+            num_blocks * self._executor.bytes_per_block / 2**20,
+            self._kernels.name,
+        )
+        return Capacity(
+            max_cache_tokens=int(num_tokens * config.overcommit),
+            max_input_tokens=min(limits.max_input_tokens, max_total_tokens),
+            max_total_tokens=max_total_tokens,
+            num_blocks=num_blocks,
+        )
+
+    def _take_token(self, sequence: LiveSequence, sampled: SampledToken) -> StepOutput:
+        params = sequence.request.params
+        is_first = sequence.num_generated_tokens == 0
+        prefill_logprobs = tuple(sequence.prefill_logprobs) if is_first and params.prefill_logprobs else None
+        token_id = sampled.token.token_id
+        sequence.token_ids.append(token_id)
+        return StepOutput(
+            request_id=sequence.request.id,
+            token=sampled.token,
+            top_tokens=sampled.top_tokens,
+            prefill_logprobs=prefill_logprobs,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            finish_reason=find_finish_reason(
+                params, sequence.num_generated_tokens, token_id, self._model.spec.eos_token_ids
+            ),
+            seed=sequence.sampling.seed if params.is_sampled else None,
+        )
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("the backend is closed")
+
+    def _require_pool(self) -> Pool:
+        self._refuse_closed()
+        if self._pool is None:
+            raise UnavailableError("the backend is not warmed up; call warmup first")
+        return self._pool
+
+
+def _describe_sequence(request: Request) -> NewSequence:
+    return NewSequence(
+        request.id,
+        request.prompt_ids,
+        request.params.max_new_tokens,
+        request.namespace,
+        request.parent_id,
+        may_reuse_prefix=not request.params.prefill_logprobs,
+    )
+
+
+def _refuse_unsupported_layers(config: ResolvedConfig, model: ModelSpec, kernels: AttentionKernels) -> None:
+    reasons: dict[str, None] = {}
+    for layer in model.layers:
+        cache_spec = layer.cache_spec(config.cache.block_size, config.cache.kv_dtype)
+        reasons.update(dict.fromkeys(kernels.unsupported_reasons(layer, cache_spec, config.dtype)))
+    if reasons:
+        raise UnsupportedError(
+            f"the attention kernels {kernels.name!r} can't serve {model.architecture} here: " + "; ".join(reasons)
+        )

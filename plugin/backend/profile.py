@@ -1,0 +1,79 @@
+"""The largest step, run once before the pool is sized: what it needs beside the pool is measured, not guessed."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedkv.plugin.backend.executor import StepExecutor
+from pagedkv.plugin.backend.limits import EffectiveLimits
+from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.config import ResolvedConfig
+from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
+
+CPU_STEP_TOKENS = 64
+"""On a CPU the operating system backs activations from what the pool leaves, so a small step that makes the kernels
+ready is enough; on a GPU the largest one is measured."""
+
+WORST_SAMPLING = SamplingParams(
+    max_new_tokens=1,
+    temperature=0.9,
+    top_k=10,
+    top_p=0.9,
+    typical_p=0.9,
+    seed=0,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    watermark=True,
+    top_n_tokens=20,
+    prefill_logprobs=True,
+)
+
+
+def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
+    """Runs the largest step that the scheduler may plan: a prompt chunk with log-probabilities of every token beside a
+    full batch of running sequences, all sampled with every option on.
+
+    Blocks are shared by all of its sequences, so that it needs few; what it computes is thrown away.
+
+    Returns:
+        Peak bytes beside weights and pool on a GPU; 0 on a CPU.
+    """
+    plan, sequences = make_profile_step(config, limits)
+    executor.allocate(max(len(row.block_table) for row in plan.scheduled))
+    try:
+        if config.device.type != "cuda":
+            executor.run(plan, sequences)
+            return 0
+        torch.cuda.synchronize(config.device)
+        torch.cuda.reset_peak_memory_stats(config.device)
+        before = torch.cuda.memory_allocated(config.device)
+        executor.run(plan, sequences)
+        torch.cuda.synchronize(config.device)
+        return torch.cuda.max_memory_allocated(config.device) - before
+    finally:
+        executor.allocate(0)
+        if config.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def make_profile_step(
+    config: ResolvedConfig, limits: EffectiveLimits
+) -> tuple[StepPlan, dict[RequestId, LiveSequence]]:
+    """The plan of the largest step, and its sequences."""
+    is_measured = config.device.type == "cuda"
+    num_step_tokens = config.scheduler.max_step_tokens
+    if not is_measured:
+        num_step_tokens = min(num_step_tokens, CPU_STEP_TOKENS)
+    num_decodes = min(config.scheduler.max_num_sequences - 1, num_step_tokens // 2)
+    num_prompt_tokens = min(num_step_tokens - num_decodes, limits.max_input_tokens)
+    num_context_tokens = limits.max_total_tokens if is_measured else num_prompt_tokens
+    shapes = [(num_context_tokens, 1)] * num_decodes + [(num_prompt_tokens, num_prompt_tokens)]
+    sequences: dict[RequestId, LiveSequence] = {}
+    rows = []
+    for index, (num_known_tokens, num_tokens) in enumerate(shapes):
+        id_ = RequestId(index)
+        sequences[id_] = LiveSequence.create(Request(id_, [0] * num_known_tokens, WORST_SAMPLING), index)
+        block_table = range(-(-num_known_tokens // config.cache.block_size))
+        rows.append(ScheduledSequence(id_, num_known_tokens - num_tokens, num_tokens, block_table, True, 0))
+    return StepPlan(0, tuple(rows)), sequences
