@@ -1,0 +1,6 @@
+"""Token ids to text: incremental, with stop strings; shared by every protocol adapter and the engine."""
+
+from pagedkv.plugin.text.detokenizer import Detokenizer
+from pagedkv.plugin.text.output_text import OutputText
+
+__all__ = ["Detokenizer", "OutputText"]
