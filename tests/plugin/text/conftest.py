@@ -1,4 +1,4 @@
-"""Tokenizers of the three kinds there are: byte-level BPE, byte fallback, and a plain one whose every token is known."""
+"""Tokenizers of the three kinds there are: byte-level BPE, byte fallback, and one whose tokens are plain bytes."""
 
 from __future__ import annotations
 

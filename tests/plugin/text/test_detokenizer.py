@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -86,8 +87,8 @@ def test_stream_is_the_decoded_whole_for_any_tokens(bytes_tokenizer: Any, data: 
     token = st.integers(0, len(bytes_tokenizer.tokens) - 1)
     character_bytes = st.text(max_size=3).map(lambda text: list(text.encode()))
     pieces = st.lists(st.one_of(token.map(lambda i: [i]), character_bytes), max_size=30)
-    prompt_ids = [65, *sum(data.draw(pieces), []), 66]  # ends in a whole character
-    token_ids = sum(data.draw(pieces), [])
+    prompt_ids = [65, *chain.from_iterable(data.draw(pieces)), 66]  # ends in a whole character
+    token_ids = list(chain.from_iterable(data.draw(pieces)))
     streamed = "".join(push_all(bytes_tokenizer, prompt_ids, token_ids))
     whole = bytes_tokenizer.decode(token_ids)
     assert whole.startswith(streamed)

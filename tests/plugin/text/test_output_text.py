@@ -18,7 +18,7 @@ def pushes_until_stop(
 ) -> int | None:
     """How many tokens it takes to stop; None when they all pass."""
     output = OutputText(tokenizer, tokenizer.encode(prompt), stop)
-    for num_tokens, token_id in enumerate(sum(pieces, []), 1):
+    for num_tokens, token_id in enumerate(ids, 1):
         output.push(token_id)
         if output.has_stopped:
             return num_tokens
@@ -41,17 +41,17 @@ def pushes_until_stop(
     ],
 )
 def test_stops_at_the_end_of_a_stop_string(bytes_tokenizer: Any, stop: list[str], num_tokens: int | None) -> None:
-    assert pushes_until_stop(bytes_tokenizer, "P", [list(b"abcdef")], stop) == num_tokens
+    assert pushes_until_stop(bytes_tokenizer, "P", list(b"abcdef"), stop) == num_tokens
 
 
 def test_a_stop_string_may_begin_inside_a_token_but_not_end_in_one(bytes_tokenizer: Any) -> None:
-    world = [256]  # " wörld"
-    assert pushes_until_stop(bytes_tokenizer, "", [world, list(b"!")], ["ld!"]) == 2
-    assert pushes_until_stop(bytes_tokenizer, "", [world, list(b"!")], ["wör"]) is None
+    world = 256  # " wörld"
+    assert pushes_until_stop(bytes_tokenizer, "", [world, ord("!")], ["ld!"]) == 2
+    assert pushes_until_stop(bytes_tokenizer, "", [world, ord("!")], ["wör"]) is None
 
 
 def test_a_stop_string_of_held_back_characters(bytes_tokenizer: Any) -> None:
-    assert pushes_until_stop(bytes_tokenizer, "", [list("a🎉b".encode())], ["🎉"]) == 5
+    assert pushes_until_stop(bytes_tokenizer, "", list("a🎉b".encode()), ["🎉"]) == 5
 
 
 def test_a_stop_string_that_is_the_text_of_a_special_token(bytes_tokenizer: Any) -> None:
