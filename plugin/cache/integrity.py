@@ -1,0 +1,80 @@
+"""Recomputes a cache manager's bookkeeping from its block tables, the slow and obvious way."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+from pagedkv.plugin.cache.block_names import NAME_BYTES
+from pagedkv.plugin.cache.block_pool import BlockPool
+from pagedkv.plugin.cache.prefix_index import PrefixIndex
+from pagedkv.plugin.cache.sequence import CachedSequence
+from pagedkv.plugin.errors import IntegrityError
+
+
+def check_integrity(
+    sequences: Collection[CachedSequence], pool: BlockPool, index: PrefixIndex, block_size: int
+) -> None:
+    """Compares pool and index with the open sequences.
+
+    Raises:
+        IntegrityError: see `CacheManager.check_integrity`.
+    """
+    for sequence in sequences:
+        _check_table(sequence, block_size)
+        _check_names(sequence, index, block_size)
+    num_holders = Counter(block for sequence in sequences for block in _held_blocks(sequence))
+    pool.check_integrity(num_holders)
+    index.check_integrity(Counter(name for sequence in sequences for name in _expected_names(sequence)))
+    for block in index.named_blocks():
+        if pool.ref_counts[block] == 0 and not pool.is_cached(block):
+            raise IntegrityError(f"block {block} has a name, but is free")
+
+
+def count_used_slots(sequences: Iterable[CachedSequence], block_size: int) -> int:
+    """Slots that hold a token of a sequence, or of a copy that has not run; a shared block counts once."""
+    num_filled: dict[int, int] = {}
+    for sequence in sequences:
+        for position, block in enumerate(sequence.block_table):
+            filled = min(block_size, max(0, sequence.num_computed_tokens - position * block_size))
+            num_filled[block] = max(num_filled.get(block, 0), filled)
+        if sequence.copy_source is not None:
+            filled = sequence.num_computed_tokens % block_size
+            num_filled[sequence.copy_source] = max(num_filled.get(sequence.copy_source, 0), filled)
+    return sum(num_filled.values())
+
+
+def _held_blocks(sequence: CachedSequence) -> Iterator[int]:
+    yield from sequence.block_table
+    if sequence.copy_source is not None:
+        yield sequence.copy_source
+
+
+def _expected_names(sequence: CachedSequence) -> list[bytes]:
+    return sequence.names.names[sequence.num_published_blocks : sequence.num_expected_blocks]
+
+
+def _check_table(sequence: CachedSequence, block_size: int) -> None:
+    table = sequence.block_table
+    if len(set(table)) != len(table):
+        raise IntegrityError(f"a block is twice in one block table: {table.tolist()}")
+    if sequence.num_computed_tokens > min(len(table) * block_size, len(sequence.token_ids)):
+        raise IntegrityError(
+            f"{sequence.num_computed_tokens} tokens are computed of {len(sequence.token_ids)}, in {len(table)} blocks"
+        )
+
+
+def _check_names(sequence: CachedSequence, index: PrefixIndex, block_size: int) -> None:
+    num_full_blocks = sequence.num_computed_tokens // block_size
+    for position, block in enumerate(sequence.block_table):
+        payload = index.find_payload(block)
+        if payload is None:
+            continue
+        start = position * block_size
+        # A fork may hold a named block of which it shares only a part, as long as it can't write there.
+        if position >= num_full_blocks and sequence.num_writable_tokens > start:
+            raise IntegrityError(f"block {block} has a name, but is not full")
+        tokens = array("I", sequence.token_ids[start : start + block_size]).tobytes()
+        if position < num_full_blocks and payload[NAME_BYTES:] != tokens:
+            raise IntegrityError(f"block {block} has the name of other tokens than it holds")
