@@ -13,9 +13,7 @@ from pagedkv.plugin.interface import Tokenizer
 from pagedkv.plugin.text import OutputText
 
 
-def pushes_until_stop(
-    tokenizer: Tokenizer, prompt: str, pieces: Sequence[list[int]], stop: Sequence[str]
-) -> int | None:
+def pushes_until_stop(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], stop: Sequence[str]) -> int | None:
     """How many tokens it takes to stop; None when they all pass."""
     output = OutputText(tokenizer, tokenizer.encode(prompt), stop)
     for num_tokens, token_id in enumerate(ids, 1):
