@@ -1,0 +1,182 @@
+"""A client's calls as steps of a backend: prefill, decode, filter, clear. Runs on the step loop's thread alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pagedkv.adapters.tgi.batches import Batch, BatchState, BatchTable, LiveRequest, describe_batch
+from pagedkv.adapters.tgi.convert import FinalText, NewToken
+from pagedkv.plugin.errors import RequestError, StepError
+from pagedkv.plugin.interface import Backend, Capacity, WarmupLimits
+from pagedkv.plugin.requests import FinishReason, RequestId, StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step brought for the batches that it ran."""
+
+    tokens: list[NewToken]
+    """In the order of the batch. A request without a new token waits: for its prompt's next chunk or for room."""
+    batch: BatchState | None
+    """None once every request has ended."""
+    forward_ns: int
+    """Of the backend's step."""
+    text_ns: int
+    """Of turning tokens into text."""
+    join_ns: int | None
+    """Of joining batches, where there were several."""
+
+
+class BatchRunner:
+    """Owns the backend from now on.
+
+    Args:
+        backend: runs the steps.
+        rank: of this shard.
+        num_shards: each shard reports the tokens of every num_shards-th request, so that together they report all once.
+    """
+
+    def __init__(self, backend: Backend, rank: int = 0, num_shards: int = 1) -> None:
+        self._backend = backend
+        self._requires_padding = backend.info.requires_padding
+        self._rank = rank
+        self._num_shards = num_shards
+        self._batches = BatchTable()
+
+    @property
+    def num_requests(self) -> int:
+        """Live requests. May be read from any thread."""
+        return self._batches.num_requests
+
+    def warm_up(self, limits: WarmupLimits) -> Capacity:
+        """Raises RequestError while requests are live, and what `Backend.warmup` raises."""
+        if self._batches.num_requests:
+            raise RequestError(f"{self._batches.num_requests} requests are live; clear them before a warm-up")
+        return self._backend.warmup(limits)
+
+    def prefill(self, batch_id: int, requests: Sequence[LiveRequest], running_id: int | None) -> StepResult:
+        """Takes a new batch and runs a step over it, together with a running batch where one is named.
+
+        Whatever is raised, the new requests are gone. Those of the running batch live on, but for those that a
+        StepError names; after an error that is not listed here, they are gone too.
+
+        Raises:
+            RequestError, CapacityError, DuplicateRequestError: of a request, or the batch id is in use.
+            NotFoundError: there is no such running batch.
+            UnavailableError: before the warm-up.
+            StepError: the step failed.
+        """
+        running = [] if running_id is None else self._batches.find([running_id])
+        self._batches.check_free(batch_id)
+        self._backend.add([live.request for live in requests])
+        batch = self._batches.open(batch_id, requests)
+        try:
+            return self._step([*running, batch])
+        except Exception:
+            self.clear([batch_id])
+            raise
+
+    def decode(self, batch_ids: Sequence[int]) -> StepResult:
+        """Runs a step over batches and joins them into the first.
+
+        Raises:
+            RequestError: no batch is named, or one twice.
+            NotFoundError: there is no such batch; nothing has changed.
+            StepError: the step failed; the requests that it names are gone, the batches are as they were otherwise.
+        """
+        if not batch_ids:
+            raise RequestError("no batch is named; name at least one")
+        return self._step(self._batches.find(batch_ids))
+
+    def filter(self, batch_id: int, request_ids: Sequence[RequestId]) -> BatchState:
+        """Ends the requests of a batch that are not named. Raises as `BatchTable.retain` does."""
+        batch, dropped = self._batches.retain(batch_id, request_ids)
+        self._abort(dropped)
+        return describe_batch(batch, self._requires_padding)
+
+    def clear(self, batch_ids: Iterable[int] | None = None) -> None:
+        """Ends all requests of batches, None: of all; unknown ids are passed over."""
+        self._abort(self._batches.pop_all() if batch_ids is None else self._batches.pop(batch_ids))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError where the backend's bookkeeping contradicts itself."""
+        self._backend.check_integrity()
+
+    def _step(self, batches: Sequence[Batch]) -> StepResult:
+        lives = {request_id: live for batch in batches for request_id, live in batch.requests.items()}
+        started_ns = time.perf_counter_ns()
+        try:
+            outputs = self._backend.step(only=list(lives))
+            stepped_ns = time.perf_counter_ns()
+            tokens = [self._push(lives[output.request_id], output) for output in outputs]
+        except StepError as error:
+            self._batches.remove_requests([RequestId(request_id) for request_id in error.request_ids])
+            raise
+        except Exception:
+            # Whether these requests got a token is unknown, so their text can't be continued.
+            self.clear([batch.id for batch in batches])
+            raise
+        self._end(lives, [token for token in tokens if token.final is not None])
+        pushed_ns = time.perf_counter_ns()
+        joined = self._batches.join(batches)
+        state = None if joined is None else describe_batch(joined, self._requires_padding)
+        return StepResult(
+            tokens=self._own_tokens(tokens, list(lives)),
+            batch=state,
+            forward_ns=stepped_ns - started_ns,
+            text_ns=pushed_ns - stepped_ns,
+            join_ns=time.perf_counter_ns() - pushed_ns if len(batches) > 1 else None,
+        )
+
+    def _own_tokens(self, tokens: Sequence[NewToken], request_ids: Sequence[RequestId]) -> list[NewToken]:
+        """Those that this shard reports, in the order of the batch."""
+        places = {request_id: place for place, request_id in enumerate(request_ids)}
+        own = [token for token in tokens if places[token.request.id] % self._num_shards == self._rank]
+        return sorted(own, key=lambda token: places[token.request.id])
+
+    def _push(self, live: LiveRequest, output: StepOutput) -> NewToken:
+        is_first = live.first_token_s is None
+        if is_first:
+            live.first_token_s = time.monotonic()
+            live.num_cached_tokens = output.num_cached_tokens
+        live.num_generated_tokens += 1
+        text = live.text.push(output.token.token_id)
+        reason = output.finish_reason
+        if reason is None and live.text.has_stopped:
+            reason = FinishReason.STOP_SEQUENCE
+        final = None if reason is None else FinalText(live.text.final_text(), live.num_generated_tokens, reason)
+        return NewToken(live.request, output, text, is_first, final)
+
+    def _end(self, lives: Mapping[RequestId, LiveRequest], last_tokens: Sequence[NewToken]) -> None:
+        """Lets go of requests that have their last token. Those that a stop string ended still run in the backend."""
+        if not last_tokens:
+            return
+        self._backend.abort([token.request.id for token in last_tokens if token.output.finish_reason is None])
+        self._batches.remove_requests([token.request.id for token in last_tokens])
+        for token in last_tokens:
+            _log_end(lives[token.request.id], token)
+
+    def _abort(self, request_ids: Sequence[RequestId]) -> None:
+        if request_ids:
+            self._backend.abort(request_ids)
+            logger.info("requests %s ended: aborted", request_ids)
+
+
+def _log_end(live: LiveRequest, token: NewToken) -> None:
+    assert live.first_token_s is not None
+    assert token.final is not None
+    logger.info(
+        "request %d ended: %s; prompt %d tokens, %d of them cached; %d generated; first after %.3f s, all after %.3f s",
+        live.request.id,
+        token.final.finish_reason.value,
+        len(live.request.prompt_ids),
+        live.num_cached_tokens,
+        live.num_generated_tokens,
+        live.first_token_s - live.arrived_s,
+        time.monotonic() - live.arrived_s,
+    )

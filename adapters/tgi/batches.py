@@ -1,0 +1,140 @@
+"""Which live request belongs to which batch of the client. Bookkeeping only; nothing here runs or ends a request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pagedkv.plugin.errors import DuplicateRequestError, NotFoundError, RequestError
+from pagedkv.plugin.requests import Request, RequestId
+from pagedkv.plugin.text import OutputText
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that the backend holds, and its text so far."""
+
+    request: Request
+    text: OutputText
+    arrived_s: float
+    """Of time.monotonic, as are all times here."""
+    first_token_s: float | None = None
+    num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """The live requests under one batch id, in the order in which they are answered."""
+
+    id: int
+    requests: dict[RequestId, LiveRequest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """What a client is told about a batch."""
+
+    id: int
+    request_ids: tuple[RequestId, ...]
+    max_tokens: int
+    """Tokens that the requests may hold until their end: their prompts and outputs, or, for a backend that pads, its
+    rectangle of that many rows of the longest prompt and the longest output."""
+    current_tokens: int
+    """Tokens that the next step computes at the most: the prompt of a request without output yet, one of any other."""
+
+
+class BatchTable:
+    """All batches by id. A batch without live requests does not exist."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Batch] = {}
+
+    @property
+    def num_requests(self) -> int:
+        # A copy, because the event loop reads what the step loop's thread writes.
+        return sum(len(batch.requests) for batch in tuple(self._batches.values()))
+
+    def find(self, batch_ids: Sequence[int]) -> list[Batch]:
+        """The batches of these ids, in this order.
+
+        Raises:
+            RequestError: an id is named twice.
+            NotFoundError: there is no such batch.
+        """
+        if len(set(batch_ids)) < len(batch_ids):
+            raise RequestError(f"a batch is named twice among {list(batch_ids)}; name each once")
+        for batch_id in batch_ids:
+            if batch_id not in self._batches:
+                raise NotFoundError(f"there is no batch {batch_id}: all its requests have ended, or it never was")
+        return [self._batches[batch_id] for batch_id in batch_ids]
+
+    def check_free(self, batch_id: int) -> None:
+        """Raises DuplicateRequestError where the id names a batch already."""
+        if batch_id in self._batches:
+            raise DuplicateRequestError(f"batch {batch_id} is running already; clear it first, or use another id")
+
+    def open(self, batch_id: int, requests: Iterable[LiveRequest]) -> Batch:
+        """Makes a batch of requests under a free id."""
+        batch = Batch(batch_id, {live.request.id: live for live in requests})
+        self._batches[batch_id] = batch
+        return batch
+
+    def join(self, batches: Sequence[Batch]) -> Batch | None:
+        """Moves all requests into the first batch. None where no request is left in any."""
+        for batch in batches:
+            self._batches.pop(batch.id, None)
+        joined = self.open(batches[0].id, [live for batch in batches for live in batch.requests.values()])
+        if not joined.requests:
+            del self._batches[joined.id]
+            return None
+        return joined
+
+    def retain(self, batch_id: int, request_ids: Sequence[RequestId]) -> tuple[Batch, list[RequestId]]:
+        """Keeps only the named requests of a batch, in the order named; the order stays where all are named.
+
+        Returns:
+            The batch, and the ids of those that are no longer in it.
+
+        Raises:
+            NotFoundError: there is no such batch, or it has no such live request; nothing has changed.
+            RequestError: no request is named.
+        """
+        (batch,) = self.find([batch_id])
+        if not request_ids:
+            raise RequestError(f"no request of batch {batch_id} is named to be kept; ClearCache ends a whole batch")
+        unknown = [request_id for request_id in request_ids if request_id not in batch.requests]
+        if unknown:
+            raise NotFoundError(f"batch {batch_id} has no live requests {unknown}; it has {list(batch.requests)}")
+        kept = {request_id: batch.requests[request_id] for request_id in request_ids}
+        dropped = [request_id for request_id in batch.requests if request_id not in kept]
+        if dropped:
+            batch.requests = kept
+        return batch, dropped
+
+    def remove_requests(self, request_ids: Collection[RequestId]) -> None:
+        """Takes ended requests out of their batches, and batches that they leave empty out of the table."""
+        for batch in tuple(self._batches.values()):
+            for request_id in request_ids:
+                batch.requests.pop(request_id, None)
+            if not batch.requests:
+                del self._batches[batch.id]
+
+    def pop(self, batch_ids: Iterable[int]) -> list[RequestId]:
+        """Removes batches; unknown ids are passed over. Returns the ids of the requests that were in them."""
+        found = [self._batches.pop(batch_id, None) for batch_id in batch_ids]
+        return [request_id for batch in found if batch is not None for request_id in batch.requests]
+
+    def pop_all(self) -> list[RequestId]:
+        """Removes every batch. Returns the ids of the requests that were in them."""
+        return self.pop(list(self._batches))
+
+
+def describe_batch(batch: Batch, requires_padding: bool) -> BatchState:
+    """What to tell about a batch that has live requests."""
+    lives = batch.requests.values()
+    prompts = [len(live.request.prompt_ids) for live in lives]
+    outputs = [live.request.params.max_new_tokens for live in lives]
+    reserved = len(lives) * (max(prompts) + max(outputs)) if requires_padding else sum(prompts) + sum(outputs)
+    current = sum(1 if live.num_generated_tokens else len(live.request.prompt_ids) for live in lives)
+    return BatchState(batch.id, tuple(batch.requests), reserved, current)

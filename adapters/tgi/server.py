@@ -1,0 +1,180 @@
+"""A gRPC server around a `GenerationService`: sockets, reflection, the standard health service, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pagedkv.adapters.tgi.rpc import SERVICE, service_handler
+from pagedkv.adapters.tgi.service import GenerationService
+from pagedkv.adapters.tgi.sockets import claim_socket_path, owner_only_files, parse_listen_address, shard_path
+from pagedkv.plugin.config import ServerSection
+from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.25
+_DRAIN_POLL_S = 0.02
+_LAST_ANSWERS_S = 1.0
+
+
+class GenerationServer:
+    """Serves a backend as `generate.v3`.
+
+        async with GenerationServer(backend, tokenizer, config.server) as server:
+            await server.warm_up(WarmupLimits())
+            await until_told_to_stop
+            await server.drain(config.server.drain_timeout_s)
+
+    The backend belongs to the server until `stop` has returned; whoever made it closes it then.
+
+    Args:
+        backend: loaded; a client's Warmup, or `warm_up`, makes it healthy.
+        tokenizer: of the backend's model.
+        config: addresses and limits. At least one of `uds_path` and `listen` is set.
+        rank, num_shards: this server's place among the shards of one model; the socket is `uds_path-rank`.
+
+    Raises:
+        ConfigError: no address is set.
+    """
+
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, config: ServerSection, *, rank: int = 0, num_shards: int = 1
+    ) -> None:
+        if not config.uds_path and not config.listen:
+            raise ConfigError("the server has no address: set server.uds_path or server.listen")
+        self._config = config
+        self._socket_path = shard_path(config.uds_path, rank) if config.uds_path else ""
+        self.tcp_address = ""
+        """HOST:PORT once the server listens on TCP, with the port that was found for port 0."""
+        self.service = GenerationService(
+            backend,
+            tokenizer,
+            urls=[f"unix://{shard_path(config.uds_path, i)}" for i in range(num_shards)] if config.uds_path else [],
+            has_chunked_prefill=config.chunked_prefill,
+            stuck_step_timeout_s=config.stuck_step_timeout_s,
+            rank=rank,
+            num_shards=num_shards,
+        )
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def targets(self) -> list[str]:
+        """What a gRPC client connects to."""
+        addresses = [f"unix:{os.path.abspath(self._socket_path)}"] if self._socket_path else []
+        return addresses + ([self.tcp_address] if self.tcp_address else [])
+
+    async def start(self) -> None:
+        """Binds the sockets and answers from then on; work is refused until the warm-up.
+
+        Raises:
+            ConfigError: an address can't be bound; the text says why.
+        """
+        max_bytes = int(self._config.max_message_bytes)
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_bytes),
+                ("grpc.max_send_message_length", max_bytes),
+                ("grpc.so_reuseport", 0),  # Two servers on one port would share its calls at random.
+            ]
+        )
+        server.add_generic_rpc_handlers((service_handler(self.service),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self._publish_health()
+        self._bind(server)
+        await server.start()
+        self._server = server
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def warm_up(self, limits: WarmupLimits) -> Capacity:
+        """As `GenerationService.warm_up`, for a server without a router, which would send a Warmup."""
+        return await self.service.warm_up(limits)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Fails Health and refuses new requests, and waits until the running ones have ended.
+
+        Returns:
+            Whether they have, within `timeout_s`. Those that have not are ended by `stop`.
+        """
+        self.service.begin_drain()
+        await self._publish_health()
+        deadline_s = time.monotonic() + timeout_s
+        while self.service.num_requests and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.service.num_requests == 0
+
+    async def stop(self) -> None:
+        """Ends what still runs and closes the sockets; answers that are ready still leave. A second call does nothing."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await server.stop(grace=_LAST_ANSWERS_S)
+        await self.service.close()
+        if self._socket_path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._socket_path)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _bind(self, server: grpc.aio.Server) -> None:
+        if self._socket_path:
+            claim_socket_path(self._socket_path)
+            with owner_only_files():
+                _add_port(server, f"unix:{self._socket_path}")
+            logger.info("listening on %s", self._socket_path)
+        if self._config.listen:
+            host, _ = parse_listen_address(self._config.listen)
+            port = _add_port(server, self._config.listen)
+            self.tcp_address = f"{host}:{port}"
+            self.service.urls = self.service.urls or [self.tcp_address]
+            logger.info("listening on %s", self.tcp_address)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            await self.service.check_when_idle()
+            await self._publish_health()
+
+    async def _publish_health(self) -> None:
+        """The standard health service holds a status, so what Health finds is written there every so often."""
+        is_serving = self.service.find_health_fault() is None
+        kinds = health_pb2.HealthCheckResponse
+        status = kinds.SERVING if is_serving else kinds.NOT_SERVING
+        for name in ("", SERVICE.full_name):
+            await self._health.set(name, status)
+
+
+def _add_port(server: grpc.aio.Server, address: str) -> int:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"can't listen on {address}: {error}") from error
+    if port == 0:
+        raise ConfigError(f"can't listen on {address}; is it in use, or another machine's?")
+    return port

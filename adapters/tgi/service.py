@@ -1,0 +1,238 @@
+"""The eight methods of `generate.v3.TextGenerationService`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.batch_runner import BatchRunner, StepResult
+from pagedkv.adapters.tgi.batches import LiveRequest
+from pagedkv.adapters.tgi.convert import (
+    to_cached_batch,
+    to_generation,
+    to_info,
+    to_limits,
+    to_requests,
+    to_warmup_response,
+)
+from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
+from pagedkv.adapters.tgi.rpc import Context
+from pagedkv.adapters.tgi.step_loop import StepLoop
+from pagedkv.plugin.errors import IntegrityError, UnavailableError
+from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
+from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.text import OutputText
+
+logger = logging.getLogger(__name__)
+
+CACHED_TOKENS_METADATA = "pagedkv-cached-tokens"
+"""Key of the trailing metadata of a Prefill or Decode, once for each request with its first token in the answer:
+"REQUEST_ID=NUM_TOKENS", the prompt tokens that were found in the prefix cache."""
+
+_NUM_TOKENIZER_THREADS = 2
+
+_Answer = TypeVar("_Answer", pb.PrefillResponse, pb.DecodeResponse)
+
+
+class GenerationService:
+    """Serves one backend. Every method runs on one event loop; steps run on a thread of their own.
+
+    The backend belongs to the service until `close` has returned, and to the caller again after that.
+
+    Args:
+        backend: not closed; warmed up by `warm_up` or by a client's Warmup.
+        tokenizer: of the backend's model.
+        urls: what ServiceDiscovery answers.
+        has_chunked_prefill: whether to tell clients that new and running requests may share a step.
+        stuck_step_timeout_s: Health fails while one step has been running for longer.
+        rank, num_shards: this server's place among the shards of one model.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        *,
+        urls: Sequence[str] = (),
+        has_chunked_prefill: bool = True,
+        stuck_step_timeout_s: float = 120.0,
+        rank: int = 0,
+        num_shards: int = 1,
+    ) -> None:
+        self.urls = list(urls)
+        self._info = backend.info
+        self._info_message = to_info(self._info, has_chunked_prefill)
+        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, max_prompt_bytes(self._info.model.max_position_tokens))
+        self._texts = TokenTexts(tokenizer)
+        self._runner = BatchRunner(backend, rank, num_shards)
+        self._loop = StepLoop()
+        self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
+        self._stuck_step_timeout_s = stuck_step_timeout_s
+        self._is_warm = False
+        self._is_draining = False
+        self._integrity_fault: IntegrityError | None = None
+        self._has_unchecked_steps = False
+
+    @property
+    def num_requests(self) -> int:
+        """Live requests."""
+        return self._runner.num_requests
+
+    def find_health_fault(self) -> str | None:
+        """Why no work should be sent here; None while all is well. Waits for nothing."""
+        if self._is_draining:
+            return "the server is draining: running requests finish, new ones are refused"
+        if not self._is_warm:
+            return "the server is not warmed up yet"
+        if self._integrity_fault is not None:
+            return f"the cache's bookkeeping is wrong: {self._integrity_fault}"
+        busy_s = self._loop.busy_s()
+        if busy_s > self._stuck_step_timeout_s:
+            return f"a step has been running for {busy_s:.0f} s, which is taken for stuck"
+        return None
+
+    async def warm_up(self, limits: WarmupLimits) -> Capacity:
+        """Sizes the cache for the largest work; from then on the service is healthy.
+
+        Raises:
+            RequestError: requests are live.
+            CapacityError: the memory does not hold one request of the limits.
+        """
+        capacity = await self._loop.run(functools.partial(self._runner.warm_up, limits))
+        self._is_warm = True
+        return capacity
+
+    def begin_drain(self) -> None:
+        """From now on Health fails and new requests are refused; running ones go on."""
+        self._is_draining = True
+
+    async def check_when_idle(self) -> None:
+        """Recomputes the backend's bookkeeping if it is idle and has run since the last time; a fault fails Health."""
+        if not self._has_unchecked_steps or self.num_requests or self._loop.busy_s():
+            return
+        self._has_unchecked_steps = False
+        try:
+            await self._loop.run(self._runner.check_integrity)
+        except IntegrityError as error:
+            logger.critical("the bookkeeping of the cache is wrong", exc_info=error)
+            self._integrity_fault = error
+
+    async def close(self) -> None:
+        """Ends every request and the threads. The backend stays open."""
+        await self._loop.run(self._runner.clear)
+        await asyncio.to_thread(self._loop.close)
+        self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
+        return self._info_message
+
+    async def service_discovery(
+        self, request: pb.ServiceDiscoveryRequest, context: Context
+    ) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=self.urls)
+
+    async def health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+        fault = self.find_health_fault()
+        if fault is not None:
+            raise UnavailableError(fault)
+        return pb.HealthResponse()
+
+    async def warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
+        """The batch that a router sends along is not run: the backend makes the largest step of the limits itself,
+        with prompt log-probabilities and top tokens, whatever that batch holds."""
+        capacity = await self.warm_up(to_limits(request))
+        return to_warmup_response(request, capacity, self._info.requires_padding)
+
+    async def clear_cache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
+        batch_ids = [request.id] if request.HasField("id") else None
+        await self._loop.run(functools.partial(self._runner.clear, batch_ids))
+        return pb.ClearCacheResponse()
+
+    async def filter_batch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
+        state = await self._loop.run(
+            functools.partial(
+                self._runner.filter, request.batch_id, [RequestId(request_id) for request_id in request.request_ids]
+            )
+        )
+        return pb.FilterBatchResponse(batch=to_cached_batch(state))
+
+    async def prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        arrived_s, started_ns = time.monotonic(), time.perf_counter_ns()
+        if self._is_draining:
+            raise UnavailableError("the server is draining; send new requests elsewhere")
+        requests = await asyncio.get_running_loop().run_in_executor(
+            self._tokenizer_threads, self._read_batch, request.batch, arrived_s
+        )
+        running_id = request.cached_batch.id if request.HasField("cached_batch") else None
+        named = [] if running_id is None else [running_id]
+
+        def job() -> tuple[pb.PrefillResponse, list[tuple[str, str]]]:
+            result = self._runner.prefill(request.batch.id, requests, running_id)
+            named.append(request.batch.id)
+            return self._answer(pb.PrefillResponse(), result, started_ns), _cached_tokens(result)
+
+        async with self._ending_when_cancelled(named):
+            response, metadata = await self._loop.run(job)
+        context.set_trailing_metadata(metadata)
+        return response
+
+    async def decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
+        started_ns = time.perf_counter_ns()
+        batch_ids = [batch.id for batch in request.batches]
+
+        def job() -> tuple[pb.DecodeResponse, list[tuple[str, str]]]:
+            result = self._runner.decode(batch_ids)
+            return self._answer(pb.DecodeResponse(), result, started_ns), _cached_tokens(result)
+
+        async with self._ending_when_cancelled(batch_ids):
+            response, metadata = await self._loop.run(job)
+        context.set_trailing_metadata(metadata)
+        return response
+
+    @asynccontextmanager
+    async def _ending_when_cancelled(self, batch_ids: Sequence[int]) -> AsyncIterator[None]:
+        """Ends batches whose client goes away while it waits for them: it has lost tokens and can't go on.
+
+        The step that may be running ends first; the job behind it gives the blocks back. `batch_ids` is read then.
+        """
+        self._has_unchecked_steps = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._loop.post(lambda: self._runner.clear(batch_ids))
+            raise
+
+    def _read_batch(self, batch: pb.Batch, arrived_s: float) -> list[LiveRequest]:
+        return [
+            LiveRequest(request, OutputText(self._tokenizer, request.prompt_ids, request.params.stop), arrived_s)
+            for request in to_requests(batch, self._encoder)
+        ]
+
+    def _answer(self, response: _Answer, result: StepResult, started_ns: int) -> _Answer:
+        converting_ns = time.perf_counter_ns()
+        response.generations.extend([to_generation(token, self._texts) for token in result.tokens])
+        if result.batch is not None:
+            response.batch.CopyFrom(to_cached_batch(result.batch))
+        if result.join_ns is not None:
+            response.concat_ns = result.join_ns
+        ended_ns = time.perf_counter_ns()
+        response.forward_ns = result.forward_ns
+        response.decode_ns = result.text_ns + ended_ns - converting_ns
+        response.total_ns = ended_ns - started_ns
+        return response
+
+
+def _cached_tokens(result: StepResult) -> list[tuple[str, str]]:
+    return [
+        (CACHED_TOKENS_METADATA, f"{token.request.id}={token.output.num_cached_tokens}")
+        for token in result.tokens
+        if token.is_first
+    ]

@@ -1,0 +1,54 @@
+"""Errors and gRPC status codes, both ways, in one table."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import grpc
+
+from pagedkv.plugin.errors import (
+    NotFoundError,
+    PagedKVError,
+    RequestError,
+    StepError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
+    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    StepError: grpc.StatusCode.INTERNAL,
+}
+"""A subclass that is not named has the code of its nearest base: CapacityError and DuplicateRequestError are
+RequestErrors. What is neither is a fault of the server: INTERNAL."""
+
+_MAX_DETAILS = 2000  # gRPC sends the text in a header, and headers above 8 KiB are refused by peers.
+
+
+def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """The status that an exception is answered with.
+
+    An error raised on purpose speaks for itself. Any other is logged with its traceback under an id, and only the id
+    is sent, so that a client can be helped and learns nothing about the server's inside.
+    """
+    for base in type(error).__mro__:
+        if base in STATUS_CODES:
+            return STATUS_CODES[base], str(error)[:_MAX_DETAILS]
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("unexpected error %s", error_id, exc_info=error)
+    return grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log says more under this id"
+
+
+def read_error(code: grpc.StatusCode, details: str) -> PagedKVError:
+    """The exception that a client raises for a status."""
+    kinds: dict[grpc.StatusCode, type[PagedKVError]] = {
+        grpc.StatusCode.INVALID_ARGUMENT: RequestError,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,
+        grpc.StatusCode.NOT_FOUND: NotFoundError,
+        grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    }
+    return kinds.get(code, PagedKVError)(details)

@@ -1,0 +1,55 @@
+"""The one thread on which a backend's calls run, so that the event loop never waits for a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepLoop:
+    """Runs jobs one after the other, in the order they were given."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedkv-step")
+        self._job_started_s: float | None = None
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Runs a job and returns what it returns or raises.
+
+        A cancelled caller takes a job that has not begun out of the queue; one that has begun runs to its end.
+        """
+        return await asyncio.wrap_future(self._executor.submit(self._timed, job))
+
+    def post(self, job: Callable[[], object]) -> None:
+        """Queues a job that nobody waits for; its error is logged."""
+        self._executor.submit(self._timed, job).add_done_callback(
+            lambda future: None if (error := future.exception()) is None else _log_failure(error)
+        )
+
+    def busy_s(self) -> float:
+        """Seconds that the present job has been running; 0 between jobs. May be called from any thread."""
+        started_s = self._job_started_s
+        return 0.0 if started_s is None else time.monotonic() - started_s
+
+    def close(self) -> None:
+        """Waits for the jobs that were given; afterwards `run` and `post` raise RuntimeError."""
+        self._executor.shutdown(wait=True)
+
+    def _timed(self, job: Callable[[], T]) -> T:
+        self._job_started_s = time.monotonic()
+        try:
+            return job()
+        finally:
+            self._job_started_s = None
+
+
+def _log_failure(error: BaseException) -> None:
+    logger.error("a job of the step loop failed", exc_info=error)
