@@ -1,0 +1,80 @@
+"""Who of the waiting sequences may enter: where its first tokens come from, and whether there is lasting room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pagedkv.plugin.interface import CacheManager
+from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.sequence import SequenceState
+
+
+class Decision(Enum):
+    ADMIT = "admit"
+    DEFER = "defer"
+    """Another sequence is computing what this one needs: let others go first, look again in the next step."""
+    NO_ROOM = "no room"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    decision: Decision
+    num_cached_tokens: int = 0
+    """Tokens that need not be computed."""
+    fork_from: SequenceState | None = None
+    """The parent to share blocks with, where that gives more than the prefix lookup."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """Admits a sequence when the cache has room for all its known tokens, not only for its first chunk, and for growth.
+
+    Growth is a number of tokens for the newcomer and for every running sequence: one block at first, twice as many
+    after each preemption of the newcomer. Since all grow at the same pace, a sequence that was preempted p times runs
+    for about block_size × 2**p steps before newer ones could be its only rescue, so that preemptions of one sequence
+    grow with the logarithm of its output.
+    """
+
+    cache: CacheManager
+    block_size: int
+
+    def consider(
+        self,
+        sequence: SequenceState,
+        running: Sequence[SequenceState],
+        live: Mapping[RequestId, SequenceState],
+        draft: StepDraft,
+    ) -> Admission:
+        """What to do with a waiting sequence now. Changes nothing."""
+        parent = live.get(sequence.parent_id) if sequence.parent_id is not None else None
+        num_forkable_tokens = 0
+        if parent is not None and parent.is_running:
+            if parent in draft and parent.num_computed_tokens < sequence.num_shareable_tokens:
+                return Admission(Decision.DEFER)
+            num_forkable_tokens = min(parent.num_computed_tokens, sequence.num_shareable_tokens)
+        num_slots = self._num_slots_wanted(sequence, running)
+        plan = self.cache.plan(sequence.id, num_slots)
+        # Without a row in this step nobody computes the pending tokens now: whoever holds them stands still.
+        if len(draft) and plan.num_pending_tokens > max(plan.num_cached_tokens, num_forkable_tokens):
+            return Admission(Decision.DEFER)
+        if num_forkable_tokens <= plan.num_cached_tokens:
+            decision = Decision.NO_ROOM if plan.num_missing_blocks else Decision.ADMIT
+            return Admission(decision, plan.num_cached_tokens)
+        num_gained_blocks = (num_forkable_tokens - plan.num_cached_tokens) // self.block_size
+        has_room = plan.num_missing_blocks <= num_gained_blocks
+        return Admission(Decision.ADMIT if has_room else Decision.NO_ROOM, num_forkable_tokens, parent)
+
+    def _num_slots_wanted(self, sequence: SequenceState, running: Sequence[SequenceState]) -> int:
+        """Slots of the newcomer, and whole blocks for what the running ones are going to ask for."""
+        num_growth_tokens = self.block_size << sequence.num_preemptions
+        num_promised_blocks = sum(
+            self._num_blocks(other.num_tokens_after(num_growth_tokens)) - self._num_blocks(other.num_acquired_tokens)
+            for other in running
+        )
+        return sequence.num_tokens_after(num_growth_tokens) + num_promised_blocks * self.block_size
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

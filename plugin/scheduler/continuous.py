@@ -1,0 +1,271 @@
+"""Continuous batching with chunked prefill and preemption by recompute, first come, first served.
+
+There is no prefill and no decode: a sequence has `num_computed_tokens` that catches up with its known tokens, so that
+a prompt, a chunk, a prefix hit, a decode and a recompute are one case. Batching by iteration follows Yu et al., "Orca:
+A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022); chunks beside decodes under a token
+budget follow Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024);
+preemption by recompute follows Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from pagedkv.plugin.config import SchedulerSettings
+from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
+from pagedkv.plugin.interface import INTERFACE_VERSION, BlockGrant, CacheManager
+from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
+from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.sequence import SequenceState
+from pagedkv.plugin.stats import SchedulerStats
+from pagedkv.plugin.step_plan import NewSequence, StepPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ContinuousScheduler:
+    """The scheduler `continuous`.
+
+    A step takes the running sequences with one token left, then the running ones in the middle of their prompt, then
+    waiting ones, each group oldest first. A running sequence that finds the cache full takes the blocks of the newest
+    one, if that is newer than itself, and else stands still for the step. So the oldest always gets on, and every
+    sequence ends at last, however small the cache.
+    """
+
+    interface_version: ClassVar[int] = INTERFACE_VERSION
+
+    def __init__(self, config: SchedulerSettings, cache: CacheManager, num_cache_tokens: int) -> None:
+        self._cache = cache
+        self._num_cache_tokens = num_cache_tokens
+        self._max_step_tokens = config.max_step_tokens
+        # Every running sequence may be one token away from its next: all of them have to fit one step.
+        self._max_num_running = min(config.max_num_sequences, config.max_step_tokens)
+        self._admission = AdmissionPolicy(cache, config.block_size)
+        self._live: dict[RequestId, SequenceState] = {}
+        self._running: list[SequenceState] = []
+        """By arrival, as `_waiting`."""
+        self._waiting: list[SequenceState] = []
+        self._open_plan: StepPlan | None = None
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
+
+    @classmethod
+    def create(cls, config: SchedulerSettings, cache: CacheManager, num_cache_tokens: int) -> Self:
+        return cls(config, cache, num_cache_tokens)
+
+    def add(self, sequence: NewSequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            CapacityError: an empty cache could not hold the sequence to its end.
+            DuplicateRequestError: the id is live.
+            RequestError: the prompt is empty.
+        """
+        max_cache_tokens = self._measure(sequence)
+        parent = self._live.get(sequence.parent_id) if sequence.parent_id is not None else None
+        state = SequenceState.create(sequence, self._num_arrivals, max_cache_tokens, parent)
+        self._cache.open(state.id, state.token_ids, state.namespace, may_reuse_prefix=state.may_reuse_prefix)
+        self._num_arrivals += 1
+        self._live[state.id] = state
+        self._waiting.append(state)
+
+    def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
+        """Decides the next step and takes the blocks for it.
+
+        Args:
+            only: others neither run nor are admitted. They can be preempted, by the rule that holds for all: by a
+                sequence that is older. One that older sequences outside `only` leave no room stands still.
+
+        Returns:
+            The plan, empty when nothing can or need run. One with rows is committed or failed before the next call.
+
+        Raises:
+            IntegrityError: the last plan was neither committed nor failed.
+        """
+        self._refuse_open_plan("schedule")
+        eligible = None if only is None else frozenset(only)
+        draft = StepDraft(self._max_step_tokens)
+        self._extend_running(draft, eligible)
+        # Room that is missing inside is not given away to somebody outside.
+        if not draft.is_cache_full:
+            self._admit_waiting(draft, eligible)
+        plan = draft.build(self._num_steps, self._cache)
+        self._num_steps += 1
+        self._open_plan = plan if plan.scheduled else None
+        return plan
+
+    def commit(self, plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: Collection[RequestId]) -> None:
+        """Takes in that a plan ran.
+
+        Args:
+            new_tokens: the sampled token of each row that is a last chunk; of finished sequences it may be missing.
+            finished: sequences of the plan that end here.
+
+        Raises:
+            IntegrityError: this is not the open plan, or tokens and rows don't belong together; nothing changed.
+        """
+        ended = frozenset(finished)
+        self._refuse_other_plan(plan)
+        _refuse_wrong_result(plan, new_tokens, ended)
+        self._open_plan = None
+        for row in plan.scheduled:
+            sequence = self._live[row.id]
+            self._advance(sequence, row.start + row.num_tokens)
+            if row.id in ended:
+                self._remove(sequence)
+            elif row.is_last_chunk:
+                sequence.token_ids.append(new_tokens[row.id])
+
+    def fail(self, plan: StepPlan) -> None:
+        """Releases the sequences of a plan that did not run to its end. Raises IntegrityError, as `commit` does."""
+        self._refuse_other_plan(plan)
+        self._open_plan = None
+        for row in plan.scheduled:
+            self._remove(self._live[row.id])
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        """Releases sequences in any state; unknown ids are ignored. Raises IntegrityError while a plan is open."""
+        self._refuse_open_plan("abort")
+        aborted = [self._live[id_] for id_ in frozenset(ids) if id_ in self._live]
+        # The order of release becomes the order of eviction: it must not be a set's.
+        for sequence in sorted(aborted, key=_by_arrival):
+            self._remove(sequence)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            preemptions=self._num_preemptions,
+            recomputed_tokens=self._num_recomputed_tokens,
+        )
+
+    def _measure(self, new: NewSequence) -> int:
+        if new.id in self._live:
+            raise DuplicateRequestError(f"request {new.id} is running already; ids are free again after the end")
+        if not new.prompt_ids:
+            raise RequestError(f"request {new.id}: the prompt has no tokens; send at least one")
+        # The last generated token is never fed back into the model, so that its KV is never needed.
+        max_cache_tokens = len(new.prompt_ids) + new.max_new_tokens - 1
+        if max_cache_tokens > self._num_cache_tokens:
+            raise CapacityError(
+                f"request {new.id}: {len(new.prompt_ids)} prompt tokens and max_new_tokens {new.max_new_tokens} need "
+                f"room for {max_cache_tokens} tokens, the whole cache holds {self._num_cache_tokens}; shorten the "
+                "prompt, lower max_new_tokens, or give the cache more memory"
+            )
+        return max_cache_tokens
+
+    def _extend_running(self, draft: StepDraft, eligible: frozenset[RequestId] | None) -> None:
+        decodes: list[SequenceState] = []
+        chunks: list[SequenceState] = []
+        for sequence in self._running:
+            if eligible is None or sequence.id in eligible:
+                (decodes if sequence.num_tokens_left == 1 else chunks).append(sequence)
+        for sequence in decodes + chunks:
+            # An older one may have preempted it meanwhile.
+            if sequence.is_running and draft.num_tokens_left:
+                self._extend(sequence, draft)
+
+    def _extend(self, sequence: SequenceState, draft: StepDraft) -> None:
+        num_tokens = min(sequence.num_tokens_left, draft.num_tokens_left)
+        grant = self._acquire(sequence, sequence.num_computed_tokens + num_tokens, draft)
+        if grant is not None:
+            draft.add(sequence, num_tokens, grant.copies)
+
+    def _acquire(self, sequence: SequenceState, num_tokens: int, draft: StepDraft) -> BlockGrant | None:
+        """Blocks up to `num_tokens`, those of newer sequences if need be; None where older ones hold them all."""
+        while (grant := self._cache.acquire(sequence.id, num_tokens)) is None:
+            draft.is_cache_full = True
+            newest = self._running[-1]
+            if newest is sequence:
+                return None
+            self._preempt(newest, draft)
+        sequence.num_acquired_tokens = num_tokens
+        return grant
+
+    def _preempt(self, sequence: SequenceState, draft: StepDraft) -> None:
+        draft.drop(sequence)
+        self._cache.release(sequence.id)
+        self._running.remove(sequence)
+        sequence.lose_blocks()
+        self._num_preemptions += 1
+        insort(self._waiting, sequence, key=_by_arrival)
+        self._cache.open(
+            sequence.id,
+            sequence.token_ids,
+            sequence.namespace,
+            may_reuse_prefix=sequence.may_reuse_prefix,
+            is_readmission=True,
+        )
+
+    def _admit_waiting(self, draft: StepDraft, eligible: frozenset[RequestId] | None) -> None:
+        position = 0
+        while position < len(self._waiting) and draft.num_tokens_left and len(self._running) < self._max_num_running:
+            sequence = self._waiting[position]
+            if eligible is not None and sequence.id not in eligible:
+                position += 1
+                continue
+            admission = self._admission.consider(sequence, self._running, self._live, draft)
+            if admission.decision is Decision.NO_ROOM:
+                return
+            if admission.decision is Decision.DEFER:
+                position += 1
+            else:
+                del self._waiting[position]
+                self._admit(sequence, admission, draft)
+
+    def _admit(self, sequence: SequenceState, admission: Admission, draft: StepDraft) -> None:
+        start = admission.num_cached_tokens
+        if admission.fork_from is not None:
+            start = self._cache.fork(admission.fork_from.id, sequence.id, start)
+        num_tokens = min(sequence.num_tokens - start, draft.num_tokens_left)
+        grant = self._cache.acquire(sequence.id, start + num_tokens)
+        assert grant is not None, "the cache's plan promised room"
+        assert admission.fork_from is not None or grant.num_cached_tokens == start, "plan and grant differ"
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = start
+        sequence.num_computed_tokens = start
+        sequence.num_acquired_tokens = start + num_tokens
+        sequence.is_running = True
+        insort(self._running, sequence, key=_by_arrival)
+        draft.add(sequence, num_tokens, grant.copies)
+
+    def _advance(self, sequence: SequenceState, num_computed_tokens: int) -> None:
+        computed_before = min(num_computed_tokens, sequence.max_computed_tokens)
+        self._num_recomputed_tokens += max(0, computed_before - sequence.num_computed_tokens)
+        sequence.max_computed_tokens = max(num_computed_tokens, sequence.max_computed_tokens)
+        sequence.num_computed_tokens = num_computed_tokens
+        self._cache.commit(sequence.id, num_computed_tokens)
+
+    def _remove(self, sequence: SequenceState) -> None:
+        self._cache.release(sequence.id)
+        (self._running if sequence.is_running else self._waiting).remove(sequence)
+        del self._live[sequence.id]
+
+    def _refuse_open_plan(self, call: str) -> None:
+        if self._open_plan is not None:
+            raise IntegrityError(f"{call}: step {self._open_plan.step} was neither committed nor failed; do that first")
+
+    def _refuse_other_plan(self, plan: StepPlan) -> None:
+        if plan.scheduled and plan is not self._open_plan:
+            raise IntegrityError(f"step {plan.step} is not open: a plan is committed or failed once, before the next")
+
+
+def _by_arrival(sequence: SequenceState) -> int:
+    return sequence.arrival
+
+
+def _refuse_wrong_result(plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: frozenset[RequestId]) -> None:
+    sampling = {row.id for row in plan.scheduled if row.is_last_chunk}
+    if not new_tokens.keys() <= sampling or not sampling <= new_tokens.keys() | finished:
+        raise IntegrityError(
+            f"step {plan.step}: tokens came for {sorted(new_tokens)}, the rows that sample are {sorted(sampling)}"
+        )
+    if not finished <= {row.id for row in plan.scheduled}:
+        raise IntegrityError(f"step {plan.step}: {sorted(finished)} finished, but not all of them are in the plan")

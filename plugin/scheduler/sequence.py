@@ -1,0 +1,92 @@
+"""A sequence as the continuous scheduler keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedkv.plugin.requests import CacheNamespace, RequestId
+from pagedkv.plugin.step_plan import NewSequence
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One live sequence. It waits, or it runs; `num_computed_tokens` catches up with its known tokens."""
+
+    id: RequestId
+    arrival: int
+    """Counts the sequences of this scheduler: the smaller one is older."""
+    token_ids: list[int]
+    """Known tokens: the prompt, then what was generated. Shared with the cache manager, only ever appended to."""
+    num_prompt_tokens: int
+    max_cache_tokens: int
+    """Tokens whose KV the sequence holds at its very end."""
+    namespace: CacheNamespace
+    may_reuse_prefix: bool
+    parent_id: RequestId | None
+    num_shareable_tokens: int
+    """Tokens whose KV can be forked from the parent once the parent has computed them."""
+    is_running: bool = False
+    num_computed_tokens: int = 0
+    num_acquired_tokens: int = 0
+    """Tokens that the blocks held were asked for."""
+    num_cached_tokens: int | None = None
+    """Found or forked at the first admission; None before it."""
+    max_computed_tokens: int = 0
+    """The most that `num_computed_tokens` ever was: below it, computing is computing again."""
+    num_preemptions: int = 0
+
+    @classmethod
+    def create(
+        cls, new: NewSequence, arrival: int, max_cache_tokens: int, parent: SequenceState | None
+    ) -> SequenceState:
+        """`parent` is the live sequence that `new` names, if any."""
+        token_ids = list(new.prompt_ids)
+        num_shareable_tokens = 0
+        # Where every prompt token must be computed nothing can be shared; across namespaces nothing may be.
+        if parent is not None and new.may_reuse_prefix and parent.namespace == new.namespace:
+            num_shareable_tokens = min(count_common_tokens(parent.token_ids, token_ids), len(token_ids) - 1)
+        return cls(
+            id=new.id,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            max_cache_tokens=max_cache_tokens,
+            namespace=new.namespace,
+            may_reuse_prefix=new.may_reuse_prefix,
+            parent_id=new.parent_id,
+            num_shareable_tokens=num_shareable_tokens,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Known tokens that are not computed yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def num_tokens_after(self, num_more_tokens: int) -> int:
+        """Tokens in the cache once all known and `num_more_tokens` generated ones are, or the sequence has ended."""
+        return min(len(self.token_ids) + num_more_tokens, self.max_cache_tokens)
+
+    def lose_blocks(self) -> None:
+        """Back to nothing computed, as preemption does."""
+        self.is_running = False
+        self.num_computed_tokens = 0
+        self.num_acquired_tokens = 0
+        self.num_preemptions += 1
+        # Once a token was generated the whole prompt has been computed: what may_reuse_prefix=False asks for is done.
+        self.may_reuse_prefix = self.may_reuse_prefix or len(self.token_ids) > self.num_prompt_tokens
+
+
+def count_common_tokens(first: list[int], second: list[int]) -> int:
+    """Length of the common beginning.
+
+    >>> count_common_tokens([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    num_tokens = min(len(first), len(second))
+    if first[:num_tokens] == second[:num_tokens]:
+        return num_tokens
+    return next(index for index in range(num_tokens) if first[index] != second[index])
