@@ -36,6 +36,10 @@ else:
 
 ENVIRONMENT_PREFIX = "PAGEDKV_"
 CONFIG_FILE_VARIABLE = "PAGEDKV_CONFIG"
+GRAPHS_VARIABLE = "CUDA_GRAPHS"
+"""Set by text-generation-inference's launcher; PAGEDKV_GRAPHS_BATCH_SIZES goes before it."""
+
+DEFAULT_GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -56,7 +60,9 @@ class ModelSection(_Section):
     path: str = Field("", description="Directory of the model (safetensors, config.json, tokenizer.json).")
     adapter: str = Field("transformers", description="Model adapter: a plugin of the group pagedkv.models.")
     dtype: Auto | Literal["float32", "float16", "bfloat16"] = Field(
-        AUTO, description='Dtype of weights and activations; "auto" is the checkpoint\'s.'
+        AUTO,
+        description='Dtype of weights and activations; "auto" is the checkpoint\'s, but float32 on a CPU that has no '
+        "fast products in 16 bits.",
     )
     device: str = Field(AUTO, description='"cpu", "cuda", "cuda:1"; "auto" is a GPU where there is one.')
     revision: str = Field("", description="Revision of a model that is not a directory; empty is the default one.")
@@ -111,6 +117,29 @@ class KernelsSection(_Section):
     name: str = Field(AUTO, description='Attention kernels: a plugin of pagedkv.kernels; "auto" picks the fastest.')
 
 
+class GraphsSection(_Section):
+    batch_sizes: Auto | tuple[int, ...] = Field(
+        AUTO,
+        description="Batch sizes at which decode steps are captured as CUDA graphs; empty is off, larger batches run "
+        'without. "auto" is 1, 2, 4, 8, 16, … 64 on a GPU whose kernels allow it. CUDA_GRAPHS sets it too.',
+    )
+
+    @field_validator("batch_sizes", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Environment variables hold "1,2,4"; a launcher's "0" is off."""
+        if isinstance(value, str) and value != AUTO:
+            value = [part for part in value.replace(" ", "").split(",") if part not in ("", "0")]
+        return value
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _are_positive(cls, value: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:
+        if value != AUTO and any(size <= 0 for size in value):
+            raise ValueError("must be positive numbers")
+        return value
+
+
 class LimitsSection(_Section):
     max_input_tokens: Auto | PositiveInt = Field(
         AUTO, description='Longest prompt; "auto" is one less than max_total_tokens.'
@@ -143,6 +172,7 @@ class Config(_Section):
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     kernels: KernelsSection = KernelsSection()
+    graphs: GraphsSection = GraphsSection()
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()
 
@@ -216,6 +246,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     known = {key.environment_variable: key.path for key in list_config_keys()}
     values = {}
+    if GRAPHS_VARIABLE in environ:
+        values["graphs.batch_sizes"] = environ[GRAPHS_VARIABLE]
     for variable, value in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_FILE_VARIABLE:
             continue
@@ -316,6 +348,8 @@ class ResolvedConfig:
     scheduler: SchedulerSettings
     kernels: str
     """A plugin's name; the plugin `auto` picks by device when it is made."""
+    graph_batch_sizes: tuple[int, ...]
+    """Ascending; empty is off."""
     max_input_tokens: int
     max_total_tokens: int
 
@@ -336,13 +370,14 @@ def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
     Raises:
         ConfigError: a device that is not here, limits beyond the model's positions or in contradiction.
     """
-    dtype = model.dtype if config.model.dtype == AUTO else TORCH_DTYPES[config.model.dtype]
+    device = _resolve_device(config.model.device)
+    dtype = _resolve_dtype(config.model.dtype, model.dtype, device)
     max_total_tokens, max_input_tokens = _resolve_limits(config.limits, model)
     return ResolvedConfig(
         backend=config.backend,
         model=resolve_model_settings(config),
         dtype=dtype,
-        device=_resolve_device(config.model.device),
+        device=device,
         cache=_resolve_cache(config.cache, dtype),
         scheduler=SchedulerSettings(
             config.scheduler.name,
@@ -351,6 +386,7 @@ def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
             config.cache.block_size,
         ),
         kernels=config.kernels.name,
+        graph_batch_sizes=_resolve_graphs(config.graphs, config.scheduler.max_num_sequences, device),
         max_input_tokens=max_input_tokens,
         max_total_tokens=max_total_tokens,
     )
@@ -380,6 +416,22 @@ def _resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"model.device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here")
     return device
+
+
+def _resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if name != AUTO:
+        return TORCH_DTYPES[name]
+    # Without 16-bit instructions torch widens every operand of a product: slower than float32, and less exact.
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return checkpoint
+
+
+def _resolve_graphs(section: GraphsSection, max_num_sequences: int, device: torch.device) -> tuple[int, ...]:
+    if device.type != "cuda":
+        return ()
+    sizes = DEFAULT_GRAPH_BATCH_SIZES if section.batch_sizes == AUTO else section.batch_sizes
+    return tuple(sorted({size for size in sizes if size <= max_num_sequences}))
 
 
 def _resolve_cache(section: CacheSection, dtype: torch.dtype) -> CacheSettings:

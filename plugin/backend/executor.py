@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from pagedkv.plugin.attention_metadata import AttentionContext
+from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata
+from pagedkv.plugin.backend.graphs import PaddedDecodes
 from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.step_input import StepInput, build_step_input, num_logprob_tokens
 from pagedkv.plugin.config import ResolvedConfig
-from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter
+from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter, ModelInput
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
 from pagedkv.plugin.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 Sequences = Mapping[RequestId, LiveSequence]
 
@@ -30,6 +34,7 @@ class StepExecutor:
         self._kernels = kernels
         self._sampler = Sampler(model.spec.vocab_size, config.device)
         self._storage: Sequence[KVStorage] = ()
+        self._padded_decodes: PaddedDecodes | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -37,11 +42,26 @@ class StepExecutor:
         return self._model.spec.bytes_per_block(self._block_size, self._kv_dtype)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replaces the blocks' memory; 0 blocks frees it."""
+        """Replaces the blocks' memory, and drops what was captured over the old one; 0 blocks frees it."""
         self._storage = ()
+        self._padded_decodes = None
         if num_blocks:
             specs = [layer.cache_spec(self._block_size, self._kv_dtype) for layer in self._model.spec.layers]
             self._storage = [self._kernels.allocate(spec, num_blocks) for spec in specs]
+
+    def prepare_decodes(self, batch_sizes: Sequence[int], max_seq_len: int) -> None:
+        """Makes decode steps of up to the largest of `batch_sizes` run from fixed buffers over the allocated blocks;
+        on a GPU by CUDA graph. A model or kernels that can't be captured run without, and the log says so."""
+        if not batch_sizes or not self._kernels.can_capture_graphs:
+            return
+        decodes = PaddedDecodes(self._forward, batch_sizes, max_seq_len, self._block_size, self._device)
+        if self._device.type == "cuda":
+            try:
+                decodes.capture()
+            except RuntimeError as error:
+                logger.warning("decode steps run without CUDA graphs, capturing failed: %s", error)
+                return
+        self._padded_decodes = decodes
 
     def run(self, plan: StepPlan, sequences: Sequences) -> dict[RequestId, SampledToken]:
         """Runs a plan with rows; a token for each row whose sequence is caught up with.
@@ -52,11 +72,16 @@ class StepExecutor:
             for storage in self._storage:
                 self._kernels.copy_blocks(storage, plan.copies)
         step_input = build_step_input(plan, sequences, self._block_size)
-        context = AttentionContext(self._kernels, self._storage, step_input.metadata(self._device))
-        logits = self._model.forward(step_input.model_input(self._device), context)
+        if self._padded_decodes and self._padded_decodes.can_run(step_input):
+            logits = self._padded_decodes.run(step_input)
+        else:
+            logits = self._forward(step_input.model_input(self._device), step_input.metadata(self._device))
         if step_input.next_token_ids.size:
             _collect_prefill_logprobs(plan, sequences, step_input, logits)
         return self._sample(plan, sequences, logits[: step_input.num_sampling_rows])
+
+    def _forward(self, batch: ModelInput, metadata: AttentionMetadata) -> torch.Tensor:
+        return self._model.forward(batch, AttentionContext(self._kernels, self._storage, metadata))
 
     def _sample(self, plan: StepPlan, sequences: Sequences, logits: torch.Tensor) -> dict[RequestId, SampledToken]:
         ids = [row.id for row in plan.scheduled if row.is_last_chunk]

@@ -95,6 +95,7 @@ class PagedBackend:
         effective = EffectiveLimits.create(limits, self._config, self._model.spec)
         num_blocks = self._size_pool(effective)
         self._executor.allocate(num_blocks)
+        self._executor.prepare_decodes(self._config.graph_batch_sizes, effective.max_total_tokens)
         self._pool = self._make_pool(num_blocks, effective)
         return self._describe_capacity(num_blocks, effective)
 

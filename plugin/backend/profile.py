@@ -32,12 +32,12 @@ WORST_SAMPLING = SamplingParams(
 
 def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
     """Runs the largest step that the scheduler may plan: a prompt chunk with log-probabilities of every token beside a
-    full batch of running sequences, all sampled with every option on.
+    full batch of running sequences, all sampled with every option on. Then captures the CUDA graphs, if any.
 
     Blocks are shared by all of its sequences, so that it needs few; what it computes is thrown away.
 
     Returns:
-        Peak bytes beside weights and pool on a GPU; 0 on a CPU.
+        Peak bytes beside weights and pool, graphs included, on a GPU; 0 on a CPU.
     """
     plan, sequences = make_profile_step(config, limits)
     executor.allocate(max(len(row.block_table) for row in plan.scheduled))
@@ -45,16 +45,30 @@ def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, lim
         if config.device.type != "cuda":
             executor.run(plan, sequences)
             return 0
-        torch.cuda.synchronize(config.device)
-        torch.cuda.reset_peak_memory_stats(config.device)
-        before = torch.cuda.memory_allocated(config.device)
-        executor.run(plan, sequences)
-        torch.cuda.synchronize(config.device)
-        return torch.cuda.max_memory_allocated(config.device) - before
+        return _measure_step(executor, plan, sequences, config.device) + _measure_graphs(executor, config, limits)
     finally:
         executor.allocate(0)
         if config.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _measure_step(
+    executor: StepExecutor, plan: StepPlan, sequences: dict[RequestId, LiveSequence], device: torch.device
+) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    executor.run(plan, sequences)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_graphs(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(config.device)
+    executor.prepare_decodes(config.graph_batch_sizes, limits.max_total_tokens)
+    after, _ = torch.cuda.mem_get_info(config.device)
+    return max(0, before - after)
 
 
 def make_profile_step(

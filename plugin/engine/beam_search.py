@@ -6,6 +6,7 @@ Scores, and when to stop, are those of transformers' `generate(num_beams=…)`.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class BeamSearch:
 
     def _split_candidates(self, candidates: Sequence[Hypothesis], is_last: bool) -> list[Hypothesis]:
         """Keeps the best finished ones among the first `num_beams`; the best others go on."""
-        going_on = []
+        going_on: list[Hypothesis] = []
         for rank, candidate in enumerate(candidates):
             if is_last or candidate.token_ids[-1] in self._eos_token_ids:
                 if rank < self._num_beams:
@@ -106,7 +107,7 @@ class BeamSearch:
     def _finish(self, candidate: Hypothesis) -> None:
         if self._early_stopping and len(self._finished) == self._num_beams:
             return
-        score = candidate.logprob / len(candidate.token_ids) ** self._length_penalty
+        score = self._score(candidate.logprob, len(candidate.token_ids))
         self._finished.append((score, candidate.token_ids))
         self._finished.sort(key=lambda finished: -finished[0])
         del self._finished[self._num_beams :]
@@ -116,4 +117,7 @@ class BeamSearch:
             return True
         if self._early_stopping:
             return False
-        return best.logprob / length**self._length_penalty > self._finished[-1][0]
+        return self._score(best.logprob, length) > self._finished[-1][0]
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / math.pow(length, self._length_penalty)
