@@ -42,7 +42,7 @@ class PrefixIndex:
         return blocks
 
     def count_pending_prefix(self, names: BlockNames, num_found: int, max_blocks: int) -> int:
-        """Blocks of a sequence's beginning, `num_found` of them findable, up to the first that no one holds or fills."""
+        """Blocks of a sequence's beginning, `num_found` of them found, up to the first that nobody has or fills."""
         for position in range(num_found, max_blocks):
             names.extend(position + 1)
             name = names.names[position]
