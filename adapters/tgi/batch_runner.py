@@ -47,6 +47,8 @@ class BatchRunner:
         self._rank = rank
         self._num_shards = num_shards
         self._batches = BatchTable()
+        self.is_warm = False
+        """Whether the last warm-up succeeded."""
 
     @property
     def num_requests(self) -> int:
@@ -57,7 +59,10 @@ class BatchRunner:
         """Raises RequestError while requests are live, and what `Backend.warmup` raises."""
         if self._batches.num_requests:
             raise RequestError(f"{self._batches.num_requests} requests are live; clear them before a warm-up")
-        return self._backend.warmup(limits)
+        self.is_warm = False
+        capacity = self._backend.warmup(limits)
+        self.is_warm = True
+        return capacity
 
     def prefill(self, batch_id: int, requests: Sequence[LiveRequest], running_id: int | None) -> StepResult:
         """Takes a new batch and runs a step over it, together with a running batch where one is named.

@@ -121,7 +121,7 @@ class GenerationServer:
         return self.service.num_requests == 0
 
     async def stop(self) -> None:
-        """Ends what still runs and closes the sockets; answers that are ready still leave. A second call does nothing."""
+        """Ends what still runs and closes the sockets; ready answers still leave. A second call does nothing."""
         server, self._server = self._server, None
         if server is None:
             return

@@ -76,7 +76,6 @@ class GenerationService:
         self._loop = StepLoop()
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
-        self._is_warm = False
         self._is_draining = False
         self._integrity_fault: IntegrityError | None = None
         self._has_unchecked_steps = False
@@ -90,7 +89,7 @@ class GenerationService:
         """Why no work should be sent here; None while all is well. Waits for nothing."""
         if self._is_draining:
             return "the server is draining: running requests finish, new ones are refused"
-        if not self._is_warm:
+        if not self._runner.is_warm:
             return "the server is not warmed up yet"
         if self._integrity_fault is not None:
             return f"the cache's bookkeeping is wrong: {self._integrity_fault}"
@@ -106,9 +105,7 @@ class GenerationService:
             RequestError: requests are live.
             CapacityError: the memory does not hold one request of the limits.
         """
-        capacity = await self._loop.run(functools.partial(self._runner.warm_up, limits))
-        self._is_warm = True
-        return capacity
+        return await self._loop.run(functools.partial(self._runner.warm_up, limits))
 
     def begin_drain(self) -> None:
         """From now on Health fails and new requests are refused; running ones go on."""
