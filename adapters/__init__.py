@@ -1,0 +1,1 @@
+"""Translations between pagedkv and other people's interfaces."""

@@ -1,0 +1,186 @@
+"""Opens a checkpoint with transformers: configuration, tokenizer, weights. Never the network, never a progress bar.
+
+A model is a directory, or a name whose files are in the local Hugging Face cache already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from pagedkv.plugin.config import ModelSettings
+from pagedkv.plugin.errors import ConfigError, UnsupportedError
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Holds back progress bars and warnings of transformers, and gives its settings back afterwards."""
+    verbosity, had_progress_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_progress_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def load_model_config(settings: ModelSettings) -> Any:
+    """The checkpoint's `config.json` as a transformers configuration.
+
+    Raises:
+        ConfigError: there is no such checkpoint here, or its configuration can't be read.
+        UnsupportedError: this transformers knows no such model, or the model brings its own code.
+    """
+    directory = Path(settings.path)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise ConfigError(f"the directory {directory} has no config.json; give the directory of a model")
+    with _explained(settings, "configuration"), quiet_transformers():
+        return AutoConfig.from_pretrained(settings.path, **_location(settings))
+
+
+def load_generation_config(settings: ModelSettings) -> GenerationConfig | None:
+    """The checkpoint's `generation_config.json`, or None where it has none."""
+    with quiet_transformers():
+        try:
+            return GenerationConfig.from_pretrained(settings.path, revision=_revision(settings), local_files_only=True)
+        except OSError:
+            return None
+
+
+def load_pretrained_tokenizer(settings: ModelSettings) -> Any:
+    """Raises ConfigError where the checkpoint brings no tokenizer."""
+    with _explained(settings, "tokenizer"), quiet_transformers():
+        return AutoTokenizer.from_pretrained(settings.path, **_location(settings))
+
+
+def load_causal_model(
+    settings: ModelSettings,
+    model_config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str | None,
+) -> torch.nn.Module:
+    """The model with its weights, in evaluation mode.
+
+    Args:
+        attn_implementation: name of an attention function of transformers; None leaves the choice to it.
+
+    Raises:
+        ConfigError: no safetensors weights (and pickled ones are not allowed), or weights that lack parameters.
+        UnsupportedError: the architecture refuses the attention function.
+    """
+    with (
+        _explained(settings, "weights"),
+        _own_attention_named(architecture_name(model_config), attn_implementation),
+        quiet_transformers(),
+    ):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            settings.path,
+            config=model_config,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation=attn_implementation,
+            use_safetensors=None if settings.allow_pickle else True,
+            output_loading_info=True,
+            **_location(settings),
+        )
+    model: torch.nn.Module
+    model, report = loaded
+    # transformers initializes what it does not find at random and only warns
+    faults = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if faults:
+        raise ConfigError(
+            f"the weights of {settings.path} do not fit its config.json: {_abridge(faults)} missing or of another "
+            "shape; download the model again"
+        )
+    return model.eval()
+
+
+def build_meta_model(model_config: Any, settings: ModelSettings) -> torch.nn.Module:
+    """The model's modules on the meta device: shapes without memory. Raises UnsupportedError where it can't be built."""
+    try:
+        with torch.device("meta"), quiet_transformers():
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+                model_config, trust_remote_code=settings.trust_remote_code
+            )
+    except Exception as error:  # any code of the model's own may run here
+        raise UnsupportedError(
+            f"{architecture_name(model_config)} can't be built from its config.json: {error}"
+        ) from error
+
+
+def architecture_name(model_config: Any) -> str:
+    return next(iter(model_config.architectures or ()), type(model_config).__name__.removesuffix("Config"))
+
+
+def _location(settings: ModelSettings) -> dict[str, Any]:
+    return {
+        "revision": _revision(settings),
+        "trust_remote_code": settings.trust_remote_code,
+        "local_files_only": True,
+    }
+
+
+def _revision(settings: ModelSettings) -> str:
+    return settings.revision or "main"
+
+
+@contextmanager
+def _explained(settings: ModelSettings, part: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(_explain_missing(settings, part, error)) from error
+    except (ValueError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedError(
+                f"{settings.path} runs Python code of its own; set model.trust_remote_code if you trust its author"
+            ) from error
+        kind = ConfigError if part == "tokenizer" else UnsupportedError
+        raise kind(f"transformers can't load the {part} of {settings.path}: {_first_line(error)}") from error
+
+
+@contextmanager
+def _own_attention_named(architecture: str, attn_implementation: str | None) -> Iterator[None]:
+    """An architecture with a table of attention classes of its own looks our function's name up there, in vain."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (attn_implementation,):
+            raise
+        raise UnsupportedError(
+            f"{architecture} has attention of its own, which does not go through transformers' attention interface"
+        ) from error
+
+
+def _explain_missing(settings: ModelSettings, part: str, error: OSError) -> str:
+    if part == "weights" and not settings.allow_pickle:
+        return (
+            f"{settings.path} has no safetensors weights ({_first_line(error)}); convert them, or set "
+            "model.allow_pickle if you trust their author: unpickling runs code"
+        )
+    if Path(settings.path).is_dir():
+        return f"the directory {settings.path} holds no readable {part} of a model: {_first_line(error)}"
+    return (
+        f"there is no model at {settings.path}: no such directory, and no model of this name in the local Hugging Face "
+        "cache; give the directory that holds config.json, tokenizer and safetensors, or download it first "
+        "(hf download NAME)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _abridge(names: list[str], max_shown: int = 5) -> str:
+    more = f" and {len(names) - max_shown} more" if len(names) > max_shown else ""
+    return ", ".join(names[:max_shown]) + more

@@ -1,0 +1,55 @@
+"""A transformers tokenizer as pagedkv's Tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from pagedkv.plugin.config import ModelSettings
+from pagedkv.plugin.errors import RequestError
+
+from .checkpoint import load_pretrained_tokenizer
+
+
+class TransformersTokenizer:
+    """Text to ids and back, exactly: what decodes was not cleaned up."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # transformers lists named special tokens only, yet decode skips every added token that is marked special
+        marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.all_special_ids: Collection[int] = frozenset(marked.union(tokenizer.all_special_ids))
+
+    @classmethod
+    def load(cls, settings: ModelSettings) -> TransformersTokenizer:
+        return cls(load_pretrained_tokenizer(settings))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        # verbose=False: the warning about a model's length is the backend's to give, as an error
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt for messages of `role` and `content`, ending where the assistant's answer begins.
+
+        Raises:
+            RequestError: the model has no chat template, or its template refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise RequestError("this model has no chat template; send a plain prompt instead of messages")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                )
+            )
+        except TemplateError as error:
+            raise RequestError(f"the model's chat template refuses the messages: {error}") from error
