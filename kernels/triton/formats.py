@@ -1,0 +1,137 @@
+"""How the elements of each KV dtype become numbers inside a kernel, and numbers elements.
+
+8-bit floats are passed to kernels as bytes. sm_89 and newer convert E4M3 in hardware; everywhere else its bits are moved
+into a float16, whose exponent is one bit wider and biased by 15 instead of 7, so that the value comes out 2⁸ too small,
+subnormals included. E5M2 is the upper half of a float16 as it stands (Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022).
+
+>>> import torch
+>>> bits = torch.tensor([3.5]).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
+>>> (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16) * 256
+tensor([3.5000], dtype=torch.float16)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from pagedkv.plugin.kv_dtypes import KVDtype, ScaleGranularity
+
+NO_SCALES: Final = tl.constexpr(0)
+STATIC_SCALES: Final = tl.constexpr(1)
+TOKEN_SCALES: Final = tl.constexpr(2)
+
+_SCALES = {
+    ScaleGranularity.NONE: NO_SCALES.value,
+    ScaleGranularity.STATIC: STATIC_SCALES.value,
+    ScaleGranularity.TOKEN: TOKEN_SCALES.value,
+}
+_SMALLEST_ABSMAX = tl.constexpr(1e-30)
+"""Keeps the inverse of a scale finite, so that a row of zeros is stored as zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementFormat:
+    """What a kernel has to know of a KV dtype's elements, at compile time."""
+
+    name: str
+    max_value: float
+    """Largest magnitude of an element; 0 for elements that are the values themselves."""
+    view: torch.dtype
+    """Dtype under which the storage's tensors are passed to a kernel."""
+
+
+_FORMATS = {
+    torch.float32: ElementFormat("float", 0.0, torch.float32),
+    torch.float16: ElementFormat("float", 0.0, torch.float16),
+    torch.bfloat16: ElementFormat("float", 0.0, torch.bfloat16),
+    torch.int8: ElementFormat("int8", 127.0, torch.int8),
+    torch.float8_e4m3fn: ElementFormat("e4m3", 448.0, torch.uint8),
+    torch.float8_e5m2: ElementFormat("e5m2", 57344.0, torch.uint8),
+}
+
+
+def element_format(kv_dtype: KVDtype) -> ElementFormat:
+    """The format of a KV dtype for which `unsupported_format_reasons` is empty."""
+    return _FORMATS[kv_dtype.storage]
+
+
+def scales_constant(granularity: ScaleGranularity) -> int:
+    """The kernels' number for a supported granularity."""
+    return int(_SCALES[granularity])
+
+
+def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
+    """Why the kernels can't store a KV dtype; empty when they can."""
+    known = _FORMATS.get(kv_dtype.storage)
+    if known is None or kv_dtype.bits != kv_dtype.storage.itemsize * 8:
+        return [f"the triton kernels have no {kv_dtype.bits}-bit elements in {kv_dtype.storage} ({kv_dtype.name})"]
+    granularities = {"keys": kv_dtype.key_scales, "values": kv_dtype.value_scales}
+    reasons = [
+        f"the triton kernels have no scales per {granularity.value} for {what} ({kv_dtype.name})"
+        for what, granularity in granularities.items()
+        if granularity not in _SCALES
+    ]
+    needs_scales = known.max_value > 0
+    reasons += [
+        f"{kv_dtype.storage} {what} {'need' if needs_scales else 'take no'} scales in the triton kernels"
+        for what, granularity in granularities.items()
+        if (granularity is ScaleGranularity.NONE) == needs_scales
+    ]
+    return reasons
+
+
+@triton.jit
+def decode_elements(x, FORMAT: tl.constexpr, HAS_FP8: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements as loaded to numbers of DTYPE, without their scales; exact for all but float elements wider than DTYPE."""
+    if FORMAT == "e4m3":
+        if HAS_FP8:
+            half = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            bits = x.to(tl.uint16)
+            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        numbers = half.to(DTYPE)
+    elif FORMAT == "e5m2":
+        numbers = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        numbers = x.to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def encode_elements(x, FORMAT: tl.constexpr, MAX_VALUE: tl.constexpr, HAS_FP8: tl.constexpr, DTYPE: tl.constexpr):
+    """Float32 numbers, divided by their scale, to the nearest elements; what lies out of range saturates."""
+    if FORMAT == "float":
+        elements = x.to(DTYPE)
+    else:
+        x = tl.minimum(tl.maximum(x, -MAX_VALUE), MAX_VALUE)
+        if FORMAT == "int8":
+            elements = tl.floor(x + 0.5).to(tl.int8)
+        elif FORMAT == "e5m2":
+            elements = _drop_half_bits(x.to(tl.float16), 8)
+        elif HAS_FP8:
+            elements = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            elements = _drop_half_bits((x * 0.00390625).to(tl.float16), 7)
+    return elements
+
+
+@triton.jit
+def _drop_half_bits(half, NUM_BITS: tl.constexpr):
+    """Sign and the magnitude without its NUM_BITS lowest bits, rounded to nearest even, as a byte."""
+    bits = half.to(tl.uint16, bitcast=True)
+    magnitude = bits & 0x7FFF
+    is_odd = (magnitude >> NUM_BITS) & 1
+    rounded = (magnitude + ((1 << (NUM_BITS - 1)) - 1) + is_odd) >> NUM_BITS
+    return (((bits >> 8) & 0x80) | rounded).to(tl.uint8)
+
+
+@triton.jit
+def token_scales(x, MAX_VALUE: tl.constexpr):
+    """One scale for each row of x: [tokens, dims] float32, that lets its largest magnitude just fit."""
+    return tl.maximum(tl.max(tl.abs(x), axis=1), _SMALLEST_ABSMAX) / MAX_VALUE

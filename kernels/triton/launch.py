@@ -1,0 +1,28 @@
+"""A kernel with all its arguments, decided before anything runs: what is launched is also what gets compiled ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LOG2_E = 1.4426950408889634
+"""Softmax runs in base 2, the one that hardware has an instruction for: exp(x) = exp2(x × LOG2_E)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a `triton.jit` function."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    """By parameter name, constexpr ones too."""
+    num_warps: int
+    num_stages: int = 1
+    """Depth of software pipelining over the kernel's loops."""
+
+    def run(self) -> None:
+        """Queues the kernel on the current stream; an empty grid is no launch."""
+        if min(self.grid) > 0:
+            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)

@@ -1,0 +1,26 @@
+"""The triton kernels do what every kernel provider must: on a GPU, or in triton's interpreter at reduced sizes.
+
+The interpreter takes the place of the compiler when triton is imported, so it needs a process of its own: without a GPU
+these tests are run by `test_triton_interpreter.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pagedkv.kernels.triton.provider import is_interpreted
+from pagedkv.plugin.conformance.kernels import FULL, REDUCED, KernelsConformance
+
+pytestmark = pytest.mark.skipif(
+    not is_interpreted() and not torch.cuda.is_available(), reason="run by test_triton_interpreter.py in its own process"
+)
+
+
+class TestTritonKernels(KernelsConformance):
+    kernels_name = "triton"
+    device = torch.device("cpu" if is_interpreted() else "cuda", 0)
+    dtypes = (torch.float32, torch.float16) if is_interpreted() else (torch.bfloat16, torch.float16)
+    profile = REDUCED if is_interpreted() else FULL
