@@ -17,19 +17,23 @@ from transformers.utils import logging as transformers_logging
 from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
 
+# transformers leaves these without types
+_from_config: Any = AutoModelForCausalLM.from_config
+_logging: Any = transformers_logging
+
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Holds back progress bars and warnings of transformers, and gives its settings back afterwards."""
-    verbosity, had_progress_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    verbosity, had_progress_bar = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
+    _logging.set_verbosity_error()
+    _logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        _logging.set_verbosity(verbosity)
         if had_progress_bar:
-            transformers_logging.enable_progress_bar()
+            _logging.enable_progress_bar()
 
 
 def load_model_config(settings: ModelSettings) -> Any:
@@ -106,16 +110,18 @@ def load_causal_model(
 
 
 def build_meta_model(model_config: Any, settings: ModelSettings) -> torch.nn.Module:
-    """The model's modules on the meta device: shapes without memory. Raises UnsupportedError where it can't be built."""
+    """The model's modules on the meta device: shapes without memory.
+
+    Raises:
+        UnsupportedError: the configuration does not make a model.
+    """
+    name = architecture_name(model_config)
     try:
         with torch.device("meta"), quiet_transformers():
-            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-                model_config, trust_remote_code=settings.trust_remote_code
-            )
+            model: torch.nn.Module = _from_config(model_config, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # any code of the model's own may run here
-        raise UnsupportedError(
-            f"{architecture_name(model_config)} can't be built from its config.json: {error}"
-        ) from error
+        raise UnsupportedError(f"{name} can't be built from its config.json: {error}") from error
+    return model
 
 
 def architecture_name(model_config: Any) -> str:

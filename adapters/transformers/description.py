@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -105,21 +105,22 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def _layers_with_sinks(modules: torch.nn.Module) -> set[int]:
-    return {
-        int(module.layer_idx)
+    indices: Iterator[Any] = (
+        getattr(module, "layer_idx", None)
         for module in modules.modules()
-        if isinstance(getattr(module, "sinks", None), torch.Tensor) and hasattr(module, "layer_idx")
-    }
+        if isinstance(getattr(module, "sinks", None), torch.Tensor)
+    )
+    return {index for index in indices if index is not None}
 
 
 def _stated_dtype(config: Any) -> torch.dtype:
     stated = getattr(config, "dtype", None) or torch.float32
-    dtype = getattr(torch, stated) if isinstance(stated, str) else stated
+    dtype: torch.dtype = getattr(torch, stated) if isinstance(stated, str) else stated
     if dtype not in KV_DTYPE_OF_TORCH:
         raise UnsupportedError(
             f"{architecture_name(config)} is of dtype {dtype}; float32, float16 and bfloat16 are served"
         )
-    return dtype  # type: ignore[no-any-return]
+    return dtype
 
 
 def _max_positions(config: Any) -> int:
