@@ -1,0 +1,144 @@
+"""Compiles the C sources on first use with the system's compiler, for this very CPU, and keeps the result.
+
+The library is linked against the OpenMP runtime that torch has loaded, so that both run on the same threads: a second
+pool would fight torch's, which still spins when an attention call begins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE_DIR = Path(__file__).parent / "csrc"
+OPTIMIZATION_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math")
+LIBRARY_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fopenmp")
+
+_COMPILERS = ("cc", "gcc", "clang")
+_OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
+_TIMEOUT_S = 300
+
+
+class CompilerError(Exception):
+    """There is no library for this machine; the text says why."""
+
+
+def native_flags() -> tuple[str, ...]:
+    """Flags that allow every instruction of this CPU."""
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64", "i686") else ("-mcpu=native",)
+
+
+@cache
+def load_library(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The compiled kernels, from the cache where they were compiled before.
+
+    Args:
+        extra_flags: for the compiler, after the native ones.
+
+    Raises:
+        CompilerError: no compiler, or it failed.
+    """
+    if not sys.platform.startswith("linux"):
+        raise CompilerError(f"the C kernels are for Linux, not {sys.platform}")
+    compiler = _find_compiler()
+    openmp = _find_openmp()
+    flags = (*OPTIMIZATION_FLAGS, *native_flags(), *extra_flags, *LIBRARY_FLAGS)
+    name = f"attention-{_fingerprint(compiler, flags, openmp)}.so"
+    try:
+        path = _cache_dir() / name
+        if not path.exists():
+            _build(compiler, flags, openmp, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompilerError(f"the compiled kernels can't be kept or loaded: {error}") from error
+
+
+def compile_object(source: Path, target: Path, flags: Sequence[str]) -> None:
+    """Compiles one C file. Raises CompilerError with the compiler's words where it fails."""
+    _run([_find_compiler(), *flags, "-c", str(source), "-o", str(target)])
+
+
+def _build(compiler: str, flags: Sequence[str], openmp: Path | None, path: Path) -> None:
+    """Compiles and links next to `path`, then renames: another process never sees half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as build_dir:
+        objects = []
+        for source in sorted(SOURCE_DIR.glob("*.c")):
+            objects.append(Path(build_dir) / f"{source.stem}.o")
+            compile_object(source, objects[-1], flags)
+        library = Path(build_dir) / path.name
+        # Naming the runtime's file instead of passing -fopenmp makes the loader take the one that torch has loaded.
+        runtime = [str(openmp)] if openmp else ["-fopenmp"]
+        _run([compiler, "-shared", *map(str, objects), *runtime, "-lm", "-o", str(library)])
+        os.replace(library, path)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompilerError(f"the C compiler did not run: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise CompilerError(f"the C compiler {command[0]} failed: {' | '.join(lines[:3])}")
+
+
+@cache
+def _find_compiler() -> str:
+    named = os.environ.get("CC", "")
+    for name in (named, *_COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise CompilerError(f"no C compiler found ({', '.join(_COMPILERS)}, or what CC names); install gcc or clang")
+
+
+def _find_openmp() -> Path | None:
+    """The OpenMP runtime in this process, where torch has brought one."""
+    torch.get_num_threads()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith(_OPENMP_NAMES):
+            return path
+    return None
+
+
+def _fingerprint(compiler: str, flags: Sequence[str], openmp: Path | None) -> str:
+    """Names a library by all that it is made of: sources, compiler, flags, CPU, runtime."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCE_DIR.iterdir()):
+        if source.suffix in (".c", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
+    for part in (compiler, version.stdout, *flags, str(openmp), platform.machine(), _cpu_description()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _cpu_description() -> str:
+    """Model and instruction sets of the CPU, as Linux tells them."""
+    keys = ("model name", "flags", "CPU part", "Features")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
+
+
+@cache
+def _cache_dir() -> Path:
+    """The user's cache directory, or one for this process alone where that can't be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(base) / "pagedkv" / "kernels"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except (OSError, RuntimeError):
+        return Path(tempfile.mkdtemp(prefix="pagedkv-kernels-"))

@@ -1,0 +1,166 @@
+// C (+)= A × B for a few rows of A, the only matrix product that attention needs: queries × keys and weights × values.
+//
+// B is [depth, ldb] of one of the formats below. The columns of C are lanes and the rows of B are steps of the sum, so
+// that a column never sees another one's B: whatever stands in unused slots of a block stays in their own columns.
+#pragma once
+
+#include "simd.h"
+
+enum {
+    B_FP32,
+    B_FP16,
+    B_BF16_PAIRS,  // [depth / 2, ldb, 2]: two steps of a column lie together, so that a shift and a mask widen them
+    B_BF16_DOT,    // the same, and A is pairs of bf16 too, for the processor's dot product of pairs
+    NUM_B_FORMATS,
+};
+
+#if defined(__AVX512BF16__) && LANES == 16
+#define HAS_BF16_DOT 1
+INLINE vfloat dot_pairs(vfloat sum, uint32_t a, vuint b) {
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+}
+#else
+#ifndef HAS_BF16_DOT
+#define HAS_BF16_DOT 0  // 1 runs the formats and the flow of the dot product on processors without one, for tests
+#endif
+INLINE vfloat dot_pairs(vfloat sum, uint32_t a, vuint b) {
+    sum += bits_to_float(a << 16) * (vfloat)(b << 16);
+    return sum + bits_to_float(a & 0xffff0000) * (vfloat)(b & 0xffff0000);
+}
+#endif
+
+#define MAX_TILE_ROWS 6  // × 2 vectors are 12 accumulators, which fit 16 registers beside B and a factor of A
+
+// Steps k and k + 1 of the columns from `column` on.
+INLINE void load_two_steps(int format, const void *b, int64_t ldb, int64_t k, int64_t column, vfloat step[2]) {
+    if (format == B_BF16_PAIRS) {
+        vuint pairs = *(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + column);
+        step[0] = (vfloat)(pairs << 16);
+        step[1] = (vfloat)(pairs & 0xffff0000);
+    } else if (format == B_FP32) {
+        step[0] = load((const float *)b + k * ldb + column);
+        step[1] = load((const float *)b + (k + 1) * ldb + column);
+    } else {
+        step[0] = half_to_float((const uint16_t *)b + k * ldb + column);
+        step[1] = half_to_float((const uint16_t *)b + (k + 1) * ldb + column);
+    }
+}
+
+// The last step of an odd depth. Of a pair, the second half is no step: it may hold anything.
+INLINE vfloat load_last_step(int format, const void *b, int64_t ldb, int64_t k, int64_t column) {
+    if (format == B_BF16_PAIRS) {
+        return (vfloat)(*(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + column) << 16);
+    }
+    if (format == B_FP32) return load((const float *)b + k * ldb + column);
+    return half_to_float((const uint16_t *)b + k * ldb + column);
+}
+
+// One tile of C: `rows` × (vectors * LANES). All of format, rows and vectors are constants where this is inlined.
+INLINE void multiply_tile(const int format, const int rows, const int vectors, const void *a, int64_t lda, const void *b,
+                          int64_t ldb, int64_t depth, float *c, int64_t ldc, int accumulate) {
+    // Few rows need a second set of sums to hide the latency of a multiply-add.
+    const int chains = rows * vectors <= 6 ? 2 : 1;
+    vfloat sum[2][MAX_TILE_ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; n++) {
+            sum[0][r][n] = accumulate ? load(c + r * ldc + n * LANES) : splat(0.0f);
+            sum[1][r][n] = splat(0.0f);
+        }
+    }
+    int64_t k = 0;
+    if (format == B_BF16_DOT) {
+        const uint32_t *pairs = a;
+        for (; k < depth; k += 2) {
+            const uint32_t mask = k + 1 < depth ? 0xffffffff : 0xffff;
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; n++) {
+                vuint step = *(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + n * LANES) & mask;
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) sum[0][r][n] = dot_pairs(sum[0][r][n], pairs[r * lda + k / 2], step);
+            }
+        }
+    } else {
+        const float *factors = a;
+        for (; k + 1 < depth; k += 2) {
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; n++) {
+                vfloat step[2];
+                load_two_steps(format, b, ldb, k, n * LANES, step);
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) {
+                    sum[0][r][n] += factors[r * lda + k] * step[0];
+                    sum[chains - 1][r][n] += factors[r * lda + k + 1] * step[1];
+                }
+            }
+        }
+        if (k < depth) {
+#pragma GCC unroll 2
+            for (int n = 0; n < vectors; n++) {
+                vfloat step = load_last_step(format, b, ldb, k, n * LANES);
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) sum[0][r][n] += factors[r * lda + k] * step;
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; n++) {
+            put(c + r * ldc + n * LANES, chains == 2 ? sum[0][r][n] + sum[1][r][n] : sum[0][r][n]);
+        }
+    }
+}
+
+typedef void multiply_tile_fn(const void *a, int64_t lda, const void *b, int64_t ldb, int64_t depth, float *c,
+                              int64_t ldc, int accumulate);
+
+#define DEFINE_TILE(format, rows, vectors)                                                                          \
+    static void multiply_##format##_##rows##_##vectors(const void *a, int64_t lda, const void *b, int64_t ldb,      \
+                                                       int64_t depth, float *c, int64_t ldc, int accumulate) {      \
+        multiply_tile(format, rows, vectors, a, lda, b, ldb, depth, c, ldc, accumulate);                            \
+    }
+#define DEFINE_TILES(format)                                                                                       \
+    DEFINE_TILE(format, 1, 1) DEFINE_TILE(format, 2, 1) DEFINE_TILE(format, 3, 1)                                   \
+    DEFINE_TILE(format, 4, 1) DEFINE_TILE(format, 5, 1) DEFINE_TILE(format, 6, 1)                                   \
+    DEFINE_TILE(format, 1, 2) DEFINE_TILE(format, 2, 2) DEFINE_TILE(format, 3, 2)                                   \
+    DEFINE_TILE(format, 4, 2) DEFINE_TILE(format, 5, 2) DEFINE_TILE(format, 6, 2)
+#define LIST_TILES(format)                                                                                         \
+    {                                                                                                              \
+        {multiply_##format##_1_1, multiply_##format##_2_1, multiply_##format##_3_1, multiply_##format##_4_1,        \
+         multiply_##format##_5_1, multiply_##format##_6_1},                                                        \
+        {multiply_##format##_1_2, multiply_##format##_2_2, multiply_##format##_3_2, multiply_##format##_4_2,        \
+         multiply_##format##_5_2, multiply_##format##_6_2},                                                        \
+    }
+
+DEFINE_TILES(B_FP32)
+DEFINE_TILES(B_FP16)
+DEFINE_TILES(B_BF16_PAIRS)
+DEFINE_TILES(B_BF16_DOT)
+
+static multiply_tile_fn *const multiply_tiles[NUM_B_FORMATS][2][MAX_TILE_ROWS] = {
+    LIST_TILES(B_FP32),
+    LIST_TILES(B_FP16),
+    LIST_TILES(B_BF16_PAIRS),
+    LIST_TILES(B_BF16_DOT),
+};
+
+// Bytes of one column of one step (of a pair of steps, where they lie in pairs).
+INLINE int64_t column_bytes(int format) { return format == B_FP16 ? 2 : 4; }
+
+// C[rows, columns] (+)= A[rows, depth] × B[depth, columns]; columns are a multiple of LANES. lda counts floats, or pairs.
+static void multiply(int format, int64_t rows, int64_t columns, int64_t depth, const void *a, int64_t lda, const void *b,
+                     int64_t ldb, float *c, int64_t ldc, int accumulate) {
+    int64_t num_chunks = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        int64_t first = rows * chunk / num_chunks, count = rows * (chunk + 1) / num_chunks - first;
+        const char *tile_a = (const char *)a + first * lda * 4;
+        for (int64_t column = 0; column < columns;) {
+            int vectors = columns - column >= 2 * LANES ? 2 : 1;
+            multiply_tiles[format][vectors - 1][count - 1](tile_a, lda, (const char *)b + column * column_bytes(format),
+                                                           ldb, depth, c + first * ldc + column, ldc, accumulate);
+            column += vectors * LANES;
+        }
+    }
+}

@@ -1,0 +1,150 @@
+// Vectors of floats as wide as the target's registers, by the compiler's vector extensions: one source for every ISA.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__F16C__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#ifndef LANES
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vfloat __attribute__((vector_size(4 * LANES)));
+typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
+
+// The same, at any address.
+typedef vfloat vfloat_any __attribute__((aligned(4), may_alias));
+typedef vuint vuint_any __attribute__((aligned(4), may_alias));
+typedef vhalf vhalf_any __attribute__((aligned(2), may_alias));
+
+// How elements are stored; the numbers are those of kernels/cpu/library.py.
+enum { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+INLINE vfloat splat(float x) { return (vfloat){} + x; }
+INLINE vfloat load(const float *p) { return *(const vfloat_any *)p; }
+INLINE void put(float *p, vfloat x) { *(vfloat_any *)p = x; }
+INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask)); }
+INLINE vfloat vmax(vfloat a, vfloat b) { return choose(a > b, a, b); }
+
+INLINE float max_lane(vfloat x) {
+    float max = x[0];
+    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    return max;
+}
+
+INLINE float sum_lanes(vfloat x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+// 2^x for x <= 0 (and NaN), within 2 units in the last place; 0 below -126, so that no denormals arise.
+INLINE vfloat exp2_nonpositive(vfloat x) {
+    const float round_to_int = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    vint vanishes = x < splat(-126.0f);
+    x = choose(vanishes, splat(-126.0f), x);
+    vfloat shifted = x + round_to_int;
+    vfloat f = x - (shifted - round_to_int);
+    // Taylor's series of 2^f on [-0.5, 0.5]: the first term left out is below 2^-27.
+    vfloat p = splat(1.5252734e-5f);
+    p = p * f + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    vfloat power = (vfloat)(((vint)shifted << 23) + 0x3f800000);
+    return choose(vanishes, splat(0.0f), p * power);
+}
+
+// tanh by 2^-|x|: no cancellation matters here, since soft-capped scores are compared with one another.
+INLINE vfloat vtanh(vfloat x) {
+    vfloat size = choose(x < splat(0.0f), -x, x);
+    vfloat e = exp2_nonpositive(size * -2.88539008f);
+    vfloat t = (1.0f - e) / (1.0f + e);
+    // Below 2^-6 the quotient loses digits that the series keeps.
+    vfloat square = x * x;
+    vfloat series = size * (1.0f - square * (0.33333333f - square * 0.13333333f));
+    t = choose(size < splat(0.015625f), series, t);
+    return choose(x < splat(0.0f), -t, t);
+}
+
+INLINE vfloat half_to_float(const uint16_t *p) {
+#if defined(__AVX512F__) && LANES == 16
+    return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__) && LANES == 8
+    return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vuint bits = __builtin_convertvector(*(const vhalf_any *)p, vuint);
+    // Exponent and mantissa moved into place make a float 2^112 too small; infinities and NaN get their exponent back.
+    vuint magnitude = (bits & 0x7fff) << 13;
+    vfloat value = (vfloat)magnitude * 0x1p112f;
+    vint is_special = magnitude >= (vuint){} + (0x7c00u << 13);
+    value = choose(is_special, (vfloat)(magnitude | 0x7f800000), value);
+    return (vfloat)((vuint)value | ((bits & 0x8000) << 16));
+#endif
+}
+
+INLINE float bits_to_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE uint16_t float_to_bf16(float x) {
+    uint32_t bits = float_to_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE uint16_t float_to_half(float x) {
+    uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (bits >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+    if (bits < 0x38800000) {  // denormal: adding 0.5 leaves it, rounded, in the low bits
+        return (uint16_t)(sign | (float_to_bits(bits_to_float(bits) + 0.5f) - 0x3f000000));
+    }
+    return (uint16_t)(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
+}
+
+INLINE float half_bits_to_float(uint16_t half) {
+    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
+    if (magnitude >= 0x7c00u << 13) return bits_to_float(sign | magnitude | 0x7f800000);
+    return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p112f));
+}
+
+// Element i of an array of a dtype.
+INLINE float get_element(int dtype, const void *p, int64_t i) {
+    if (dtype == FP32) return ((const float *)p)[i];
+    uint16_t bits = ((const uint16_t *)p)[i];
+    return dtype == BF16 ? bits_to_float((uint32_t)bits << 16) : half_bits_to_float(bits);
+}
+
+INLINE void set_element(int dtype, void *p, int64_t i, float x) {
+    if (dtype == FP32) ((float *)p)[i] = x;
+    else ((uint16_t *)p)[i] = dtype == BF16 ? float_to_bf16(x) : float_to_half(x);
+}
+
+INLINE int64_t element_bytes(int dtype) { return dtype == FP32 ? 4 : 2; }

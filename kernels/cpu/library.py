@@ -1,0 +1,151 @@
+"""The C functions as Python calls them: structures as in csrc/*.c, filled from tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.interface import KVStorage
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""As in csrc/simd.h."""
+
+_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _AttendArgs(ctypes.Structure):
+    _fields_ = (
+        ("q", _POINTER),
+        ("out", _POINTER),
+        ("k", _POINTER),
+        ("v", _POINTER),
+        ("cu_seqlens_q", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_table", _POINTER),
+        ("sinks", _POINTER),
+        ("alibi_slopes", _POINTER),
+        ("q_token_stride", _INT64),
+        ("q_head_stride", _INT64),
+        ("block_table_stride", _INT64),
+        ("num_sequences", _INT64),
+        ("num_heads", _INT64),
+        ("num_kv_heads", _INT64),
+        ("head_dim", _INT64),
+        ("v_head_dim", _INT64),
+        ("block_size", _INT64),
+        ("sliding_window", _INT64),
+        ("q_dtype", _INT32),
+        ("kv_dtype", _INT32),
+        ("num_threads", _INT32),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+    )
+
+
+class _StoreArgs(ctypes.Structure):
+    _fields_ = (
+        ("k", _POINTER),
+        ("v", _POINTER),
+        ("k_cache", _POINTER),
+        ("v_cache", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("k_token_stride", _INT64),
+        ("k_head_stride", _INT64),
+        ("v_token_stride", _INT64),
+        ("v_head_stride", _INT64),
+        ("num_tokens", _INT64),
+        ("num_kv_heads", _INT64),
+        ("head_dim", _INT64),
+        ("v_head_dim", _INT64),
+        ("block_size", _INT64),
+        ("dtype", _INT32),
+        ("kv_dtype", _INT32),
+        ("num_threads", _INT32),
+    )
+
+
+class AttentionLibrary:
+    """Calls a compiled library on torch's threads. Keeps the workspace, so one caller at a time."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.pagedkv_attend
+        self._attend.argtypes = (ctypes.POINTER(_AttendArgs), _POINTER, _INT64)
+        self._attend.restype = _INT64
+        self._store = library.pagedkv_store
+        self._store.argtypes = (ctypes.POINTER(_StoreArgs),)
+        self._store.restype = None
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        storage: KVStorage,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+    ) -> None:
+        """Writes the attention of q: [num_tokens, num_heads, head_dim] to out: [num_tokens, num_heads, v_head_dim]."""
+        spec = storage.spec
+        seq_lens, cu_seqlens_q = metadata.seq_lens.contiguous(), metadata.cu_seqlens_q.contiguous()
+        sinks, slopes = (
+            None if x is None else x.float().contiguous() for x in (options.sinks, options.alibi_slopes)
+        )
+        arguments = _AttendArgs(
+            q=q.data_ptr(),
+            out=out.data_ptr(),
+            k=storage.tensors["k"].data_ptr(),
+            v=storage.tensors["v"].data_ptr(),
+            cu_seqlens_q=cu_seqlens_q.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            block_table=metadata.block_table.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            alibi_slopes=None if slopes is None else slopes.data_ptr(),
+            q_token_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            block_table_stride=metadata.block_table.stride(0),
+            num_sequences=metadata.num_sequences,
+            num_heads=q.shape[1],
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            block_size=spec.block_size,
+            sliding_window=options.sliding_window or 0,
+            q_dtype=DTYPE_CODES[q.dtype],
+            kv_dtype=DTYPE_CODES[spec.kv_dtype.storage],
+            num_threads=torch.get_num_threads(),
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+        )
+        needed = self._attend(arguments, self._workspace.data_ptr(), self._workspace.numel())
+        if needed > self._workspace.numel():
+            # Half as much again: the need grows a little with every step of a growing context.
+            self._workspace = torch.empty(needed + needed // 2, dtype=torch.uint8)
+            self._attend(arguments, self._workspace.data_ptr(), self._workspace.numel())
+
+    def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Writes k, v: [num_tokens, num_kv_heads, dim] to their slots."""
+        spec = storage.spec
+        slots = slot_mapping.contiguous()
+        self._store(
+            _StoreArgs(
+                k=k.data_ptr(),
+                v=v.data_ptr(),
+                k_cache=storage.tensors["k"].data_ptr(),
+                v_cache=storage.tensors["v"].data_ptr(),
+                slot_mapping=slots.data_ptr(),
+                k_token_stride=k.stride(0),
+                k_head_stride=k.stride(1),
+                v_token_stride=v.stride(0),
+                v_head_stride=v.stride(1),
+                num_tokens=k.shape[0],
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                v_head_dim=spec.v_head_dim,
+                block_size=spec.block_size,
+                dtype=DTYPE_CODES[k.dtype],
+                kv_dtype=DTYPE_CODES[spec.kv_dtype.storage],
+                num_threads=torch.get_num_threads(),
+            )
+        )

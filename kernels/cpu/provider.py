@@ -1,0 +1,127 @@
+"""The `cpu` kernels: C with vectors, compiled for the machine, reading keys and values in place in their blocks.
+
+Within a block a head's keys lie channel by channel and its values token by token, so that the lanes of a vector are
+tokens in the one product and channels in the other, and no sum crosses lanes. bf16 lies in pairs along the direction
+of the sum: two steps widen to floats by a shift and a mask, and AVX-512-BF16 multiplies pairs as they are.
+
+    k: [num_blocks, num_kv_heads, head_dim, block_size]      bf16: [num_blocks, num_kv_heads, head_dim / 2, block_size, 2]
+    v: [num_blocks, num_kv_heads, block_size, v_head_dim]    bf16: [num_blocks, num_kv_heads, block_size / 2, v_head_dim, 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from pagedkv.kernels.cpu.compiler import CompilerError, load_library
+from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary
+from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.interface import KVStorage
+from pagedkv.plugin.kv_dtypes import BF16, KV_DTYPE_OF_TORCH, KVCacheSpec
+from pagedkv.plugin.model_spec import AttentionSpec
+from pagedkv.plugin.step_plan import BlockCopy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_HEAD_DIM_MULTIPLE = 16
+"""Floats of the widest vectors."""
+_MAX_BLOCK_SIZE = 512
+
+
+class CpuKernels:
+    """Implements `AttentionKernels` for unquantized KV dtypes on CPUs."""
+
+    interface_version: ClassVar[int] = 1
+    name = "cpu"
+    can_capture_graphs = False
+
+    def __init__(self, device: torch.device, compiler_flags: tuple[str, ...] = ()) -> None:
+        self._device = device
+        self._compiler_flags = compiler_flags
+        self._loaded: AttentionLibrary | None = None
+
+    @classmethod
+    def create(cls, device: torch.device) -> Self:
+        return cls(device)
+
+    def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
+        """Why not. Asks last, since the first answer compiles the library, whether there is a compiler."""
+        reasons = []
+        if self._device.type != "cpu":
+            reasons.append(f"it needs a CPU, the device is {self._device.type}")
+        if cache_spec.kv_dtype not in KV_DTYPE_OF_TORCH.values():
+            reasons.append(f"the KV dtype {cache_spec.kv_dtype.name} is not implemented")
+        if dtype not in DTYPE_CODES:
+            reasons.append(f"queries of {dtype} are not implemented")
+        if spec.num_heads % spec.num_kv_heads:
+            reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+        for dim in sorted({spec.head_dim, spec.v_head_dim}):
+            if dim % _HEAD_DIM_MULTIPLE:
+                reasons.append(f"the head size {dim} is no multiple of {_HEAD_DIM_MULTIPLE}")
+        if cache_spec.block_size % 8 or _MAX_BLOCK_SIZE % cache_spec.block_size:
+            reasons.append(f"the block size {cache_spec.block_size} is no power of two from 8 to {_MAX_BLOCK_SIZE}")
+        return reasons or self._library_faults()
+
+    def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
+        size, dim, v_dim = cache_spec.block_size, cache_spec.head_dim, cache_spec.v_head_dim
+        if cache_spec.kv_dtype is BF16:
+            shapes = {"k": (dim // 2, size, 2), "v": (size // 2, v_dim, 2)}
+        else:
+            shapes = {"k": (dim, size), "v": (size, v_dim)}
+        tensors = {
+            name: torch.zeros(num_blocks, cache_spec.num_kv_heads, *shape, dtype=cache_spec.kv_dtype.storage)
+            for name, shape in shapes.items()
+        }
+        return KVStorage(cache_spec, num_blocks, tensors)
+
+    def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
+        self._library.store(storage, k, v, metadata.slot_mapping)
+
+    def attend(
+        self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
+        out = q.new_empty(q.shape[0], q.shape[1], storage.spec.v_head_dim)
+        self._library.attend(q, out, storage, metadata, options)
+        return out
+
+    def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
+        self.swap_blocks(storage, storage, copies)
+
+    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
+        if not copies:
+            return
+        sources = torch.tensor([copy.source for copy in copies])
+        targets = torch.tensor([copy.target for copy in copies])
+        for name, tensor in source.tensors.items():
+            target.tensors[name].index_copy_(0, targets, tensor[sources])
+
+    def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = storage.spec
+        blocks, offsets = slots // spec.block_size, slots % spec.block_size
+        k, v = storage.tensors["k"], storage.tensors["v"]
+        if spec.kv_dtype is BF16:
+            keys = k[blocks, :, :, offsets].flatten(2)
+            values = v[blocks, :, offsets // 2, :, offsets % 2]
+        else:
+            keys = k[blocks, :, :, offsets]
+            values = v[blocks, :, offsets]
+        return keys.float(), values.float()
+
+    @property
+    def _library(self) -> AttentionLibrary:
+        if self._loaded is None:
+            try:
+                self._loaded = AttentionLibrary(load_library(self._compiler_flags))
+            except CompilerError as error:
+                raise UnsupportedError(f"the cpu kernels can't run here: {error}") from error
+        return self._loaded
+
+    def _library_faults(self) -> list[str]:
+        try:
+            return [] if self._library else []
+        except UnsupportedError as error:
+            return [str(error.__cause__)]
