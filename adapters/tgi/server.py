@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -99,8 +98,8 @@ class GenerationServer:
         reflection.enable_server_reflection(names, server)
         await self._publish_health()
         self._bind(server)
-        await server.start()
         self._server = server
+        await server.start()
         self._watcher = asyncio.create_task(self._watch())
 
     async def warm_up(self, limits: WarmupLimits) -> Capacity:
@@ -122,16 +121,11 @@ class GenerationServer:
 
     async def stop(self) -> None:
         """Ends what still runs and closes the sockets; ready answers still leave. A second call does nothing."""
-        server, self._server = self._server, None
-        if server is None:
-            return
         if self._watcher is not None:
             self._watcher.cancel()
-        await server.stop(grace=_LAST_ANSWERS_S)
+        if self._server is not None:
+            await self._server.stop(grace=_LAST_ANSWERS_S)
         await self.service.close()
-        if self._socket_path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._socket_path)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -77,6 +77,7 @@ class GenerationService:
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
         self._is_draining = False
+        self._is_closed = False
         self._integrity_fault: IntegrityError | None = None
         self._has_unchecked_steps = False
 
@@ -123,7 +124,10 @@ class GenerationService:
             self._integrity_fault = error
 
     async def close(self) -> None:
-        """Ends every request and the threads. The backend stays open."""
+        """Ends every request and the threads. The backend stays open. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._loop.run(self._runner.clear)
         await asyncio.to_thread(self._loop.close)
         self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)

@@ -184,10 +184,10 @@ class Wire:
         )
 
     def prefill(
-        self, batch_id: int, *requests: pb.Request, running: pb.CachedBatch | None = None, **options: Any
+        self, batch_id: int, *requests: pb.Request, running: pb.CachedBatch | None = None
     ) -> pb.PrefillResponse:
         batch = pb.Batch(id=batch_id, requests=requests, size=len(requests))
-        return self.stub.Prefill(pb.PrefillRequest(batch=batch, cached_batch=running), timeout=CALL_TIMEOUT_S, **options)
+        return self.stub.Prefill(pb.PrefillRequest(batch=batch, cached_batch=running), timeout=CALL_TIMEOUT_S)
 
     def decode(self, *batches: pb.CachedBatch | int) -> pb.DecodeResponse:
         named = [pb.CachedBatch(id=batch) if isinstance(batch, int) else batch for batch in batches]
