@@ -47,7 +47,8 @@ def uniforms(seeds: npt.ArrayLike, steps: npt.ArrayLike) -> npt.NDArray[np.float
     steps_words = _words(steps)
     words = philox_4x32(np.concatenate([steps_words, np.zeros_like(steps_words)]), keys)
     bits = (words[0] << _32_BITS | words[1]) >> np.uint64(64 - 53)
-    return bits.astype(np.float64) * 2.0**-53
+    fractions: npt.NDArray[np.float64] = bits / 2**53
+    return fractions
 
 
 def _words(values: npt.ArrayLike) -> UInt64Array:
