@@ -1,4 +1,4 @@
-"""Who of the waiting sequences may enter: where its first tokens come from, and whether there is lasting room for it."""
+"""Which waiting sequence may enter: where its first tokens come from, and whether there is lasting room for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from enum import Enum
 from pagedkv.plugin.interface import CacheManager
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.recompute import RecomputeMeter
 from pagedkv.plugin.scheduler.sequence import SequenceState
 
 
@@ -32,14 +33,15 @@ class Admission:
 class AdmissionPolicy:
     """Admits a sequence when the cache has room for all its known tokens, not only for its first chunk, and for growth.
 
-    Growth is a number of tokens for the newcomer and for every running sequence: one block at first, twice as many
-    after each preemption of the newcomer. Since all grow at the same pace, a sequence that was preempted p times runs
-    for about block_size × 2**p steps before newer ones could be its only rescue, so that preemptions of one sequence
-    grow with the logarithm of its output.
+    Growth is one block, for the newcomer and for each running sequence, and twice as much after each preemption of the
+    newcomer: since all grow at the same pace, a sequence preempted p times then runs for about block_size × 2**p steps
+    before it can be preempted again, so that its preemptions grow with the logarithm of its output. While recomputing
+    costs too much, growth is at least half of what a sequence may still generate.
     """
 
     cache: CacheManager
     block_size: int
+    recompute_meter: RecomputeMeter
 
     def consider(
         self,
@@ -69,12 +71,22 @@ class AdmissionPolicy:
 
     def _num_slots_wanted(self, sequence: SequenceState, running: Sequence[SequenceState]) -> int:
         """Slots of the newcomer, and whole blocks for what the running ones are going to ask for."""
-        num_growth_tokens = self.block_size << sequence.num_preemptions
+        min_growth_tokens = self.block_size << sequence.num_preemptions
+        is_careful = self.recompute_meter.is_exceeded
         num_promised_blocks = sum(
-            self._num_blocks(other.num_tokens_after(num_growth_tokens)) - self._num_blocks(other.num_acquired_tokens)
+            self._num_blocks(_num_tokens_grown(other, min_growth_tokens, is_careful))
+            - self._num_blocks(other.num_acquired_tokens)
             for other in running
         )
-        return sequence.num_tokens_after(num_growth_tokens) + num_promised_blocks * self.block_size
+        num_own_slots = _num_tokens_grown(sequence, min_growth_tokens, is_careful)
+        return num_own_slots + num_promised_blocks * self.block_size
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _num_tokens_grown(sequence: SequenceState, min_growth_tokens: int, is_careful: bool) -> int:
+    num_growth_tokens = min_growth_tokens
+    if is_careful:
+        num_growth_tokens = max(num_growth_tokens, (sequence.max_cache_tokens - sequence.num_tokens) // 2)
+    return sequence.num_tokens_after(num_growth_tokens)

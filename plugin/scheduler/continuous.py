@@ -20,6 +20,7 @@ from pagedkv.plugin.interface import INTERFACE_VERSION, BlockGrant, CacheManager
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
 from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.recompute import RecomputeMeter
 from pagedkv.plugin.scheduler.sequence import SequenceState
 from pagedkv.plugin.stats import SchedulerStats
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
@@ -45,7 +46,6 @@ class ContinuousScheduler:
         self._max_step_tokens = config.max_step_tokens
         # Every running sequence may be one token away from its next: all of them have to fit one step.
         self._max_num_running = min(config.max_num_sequences, config.max_step_tokens)
-        self._admission = AdmissionPolicy(cache, config.block_size)
         self._live: dict[RequestId, SequenceState] = {}
         self._running: list[SequenceState] = []
         """By arrival, as `_waiting`."""
@@ -54,7 +54,8 @@ class ContinuousScheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
-        self._num_recomputed_tokens = 0
+        self._recompute_meter = RecomputeMeter(num_cache_tokens)
+        self._admission = AdmissionPolicy(cache, config.block_size, self._recompute_meter)
 
     @classmethod
     def create(cls, config: SchedulerSettings, cache: CacheManager, num_cache_tokens: int) -> Self:
@@ -143,7 +144,7 @@ class ContinuousScheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             preemptions=self._num_preemptions,
-            recomputed_tokens=self._num_recomputed_tokens,
+            recomputed_tokens=self._recompute_meter.num_recomputed_tokens,
         )
 
     def _measure(self, new: NewSequence) -> int:
@@ -237,8 +238,9 @@ class ContinuousScheduler:
         draft.add(sequence, num_tokens, grant.copies)
 
     def _advance(self, sequence: SequenceState, num_computed_tokens: int) -> None:
-        computed_before = min(num_computed_tokens, sequence.max_computed_tokens)
-        self._num_recomputed_tokens += max(0, computed_before - sequence.num_computed_tokens)
+        num_tokens = num_computed_tokens - sequence.num_computed_tokens
+        num_before = sequence.max_computed_tokens - sequence.num_computed_tokens
+        self._recompute_meter.count(num_tokens, max(0, min(num_tokens, num_before)))
         sequence.max_computed_tokens = max(num_computed_tokens, sequence.max_computed_tokens)
         sequence.num_computed_tokens = num_computed_tokens
         self._cache.commit(sequence.id, num_computed_tokens)
