@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from pagedkv.plugin.attention_metadata import PADDING_SLOT
 from pagedkv.plugin.backend.graphs import PaddedDecodes
@@ -96,6 +95,3 @@ def test_new_pool_drops_what_was_captured_over_the_old_one(make_backend: Any, mo
     enable(backend, (4,), monkeypatch)
     backend._executor.allocate(16)
     assert backend._executor._padded_decodes is None
-    assert torch.equal(
-        backend._executor._storage[0].tensors["k"], torch.zeros_like(backend._executor._storage[0].tensors["k"])
-    )

@@ -202,9 +202,10 @@ def test_cancelled_request_gives_its_blocks_back_and_its_prefix_stays_right(
 
 def test_preempted_request_can_be_cancelled(make_backend: Any) -> None:
     backend = make_backend(num_blocks=6)
-    backend.add([make_request(i, make_prompt(40, seed=i), 40) for i in range(2)])
-    while not backend.stats().preemptions:
+    backend.add([make_request(i, make_prompt(10, seed=i), 60) for i in range(2)])
+    while backend.has_unfinished() and not backend.stats().preemptions:
         backend.step()
+    assert backend.stats().waiting == 1
     backend.abort([RequestId(1)])
     backend.abort([RequestId(0)])
 
@@ -371,13 +372,13 @@ def test_closed_and_cold_backends_refuse_work(make_backend: Any, token_model: To
     assert cold.stats().num_total_blocks == 0
 
 
-def test_two_thousand_mixed_requests_a_fifth_cancelled_leave_the_pool_as_it_was(make_backend: Any) -> None:
-    backend = make_backend(num_blocks=64, scheduler__max_step_tokens=128)
+def test_hundreds_of_mixed_requests_some_cancelled_some_bad_leave_the_pool_as_it_was(make_backend: Any) -> None:
+    backend = make_backend(num_blocks=64, scheduler__max_step_tokens=256)
     random_ = random.Random(0)
     num_free = backend.stats().num_free_blocks
     next_id = num_bad = 0
-    while next_id < 2000 or backend.has_unfinished():
-        while next_id < 2000 and backend.stats().waiting < 8:
+    while next_id < 500 or backend.has_unfinished():
+        while next_id < 500 and backend.stats().waiting < 16:
             prompt = make_prompt(random_.randint(1, 80), seed=random_.randint(0, 20))
             if random_.random() < 0.1:
                 prompt[random_.randrange(len(prompt))] = 10_000
@@ -385,12 +386,12 @@ def test_two_thousand_mixed_requests_a_fifth_cancelled_leave_the_pool_as_it_was(
                 with pytest.raises(RequestError):
                     backend.add([make_request(next_id, prompt)])
             else:
-                backend.add([make_request(next_id, prompt, random_.randint(1, 12))])
+                backend.add([make_request(next_id, prompt, random_.randint(1, 8))])
             next_id += 1
         outputs = backend.step()
         if random_.random() < 0.3 and outputs:
             backend.abort([random_.choice(outputs).request_id])
     stats = backend.stats()
-    assert num_bad > 100
+    assert num_bad > 30
     assert stats.num_free_blocks + stats.num_cached_blocks == num_free
     assert stats.num_used_blocks == 0

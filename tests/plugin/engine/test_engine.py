@@ -1,0 +1,286 @@
+"""The Python API on real models: every way to run a prompt gives the tokens of transformers' own generate."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pagedkv.plugin import Engine, SamplingParams
+from pagedkv.plugin.errors import CapacityError, ConfigError, PluginError, RequestError, StepError
+from pagedkv.plugin.requests import CacheNamespace
+
+MakeEngine = Callable[..., Engine]
+
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """40 prompts of 1 to 600 tokens."""
+    random_ = random.Random(0)
+    lengths = [1, 2, 15, 16, 17, 600, *(random_.randint(1, 150) for _ in range(34))]
+    return [random_.choices(range(17, 49152), k=length) for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers' generate gives for each prompt alone."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        ("paged", {}),
+        ("paged", {"cache__num_blocks": 40}),
+        ("paged", {"scheduler__max_step_tokens": 64}),
+        ("paged", {"cache__prefix_caching": False, "cache__block_size": 32}),
+        ("contiguous", {}),
+    ],
+    ids=["paged", "pool of a tenth", "chunks of 64", "no prefix cache", "contiguous"],
+)
+def test_forty_prompts_at_once_equal_transformers_generate(
+    make_engine: MakeEngine,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    backend: str,
+    settings: dict[str, Any],
+) -> None:
+    engine = make_engine(backend, **settings)
+    results = engine.generate(prompts, GREEDY)
+    assert [result.token_ids for result in results] == expected
+    assert {result.finish_reason for result in results} == {"length"}
+    if settings.get("cache__num_blocks") == 40:
+        assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+def test_real_model_answers_a_question(demo_model: Path, make_engine: MakeEngine, backend: str) -> None:
+    engine = make_engine(backend, demo_model)
+    [result] = engine.generate("The capital of France is", SamplingParams(max_new_tokens=6, top_n_tokens=3))
+    assert result.text.startswith(" Paris")
+    assert result.logprobs[0] == pytest.approx(-0.2606, abs=1e-3)
+    assert [top.token_id for top in result.top_tokens[0]] == [7042, 260, 4528]
+    assert len(result.token_ids) == 6
+    assert result.ttft_s > 0
+    assert result.tpot_s > 0
+
+
+def test_results_come_in_order_for_strings_ids_and_parameters_each(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ids = engine.tokenizer.encode("Hello world")
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (3, 1)]
+    first, second = engine.generate(["Hello world", ids], params)
+    assert first.prompt_ids == second.prompt_ids == ids
+    assert first.token_ids[:1] == second.token_ids
+    assert len(first.token_ids) == 3
+    assert engine.generate([]) == []
+    assert engine.generate(ids, params[0])[0].token_ids == first.token_ids
+
+
+def test_stream_gives_the_pieces_of_the_whole_text(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    [whole] = engine.generate("Once upon a time", GREEDY)
+    pieces = list(engine.stream("Once upon a time", GREEDY))
+    assert [piece.token_id for piece in pieces] == whole.token_ids
+    assert "".join(piece.text for piece in pieces).startswith(whole.text.rstrip("�"))
+    assert [piece.result is None for piece in pieces] == [True] * 11 + [False]
+    assert pieces[-1].result is not None
+    assert pieces[-1].result.token_ids == whole.token_ids
+
+
+def test_closing_a_stream_ends_its_request(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stream = engine.stream("Once upon a time", SamplingParams(max_new_tokens=1500, ignore_eos=True))
+    for _ in range(5):
+        next(stream)
+    assert engine.stats().running == 1
+    stream.close()
+    assert engine.stats()["running"] == 0
+    assert engine.stats()["num_used_blocks"] == 0
+
+
+def test_stop_string_ends_a_request_and_is_in_its_text(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    [free] = engine.generate("Once upon", SamplingParams(max_new_tokens=20, ignore_eos=True))
+    stop = engine.tokenizer.decode(free.token_ids[4:6])
+    [stopped] = engine.generate("Once upon", SamplingParams(max_new_tokens=20, ignore_eos=True, stop=(stop,)))
+    assert stopped.finish_reason == "stop_sequence"
+    assert stopped.text.endswith(stop)
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert len(stopped.token_ids) <= 6
+
+
+def test_threads_share_steps(make_engine: MakeEngine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    engine = make_engine()
+    found: dict[int, list[int]] = {}
+
+    def generate(index: int) -> None:
+        [result] = engine.generate([prompts[index]], GREEDY)
+        found[index] = result.token_ids
+
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict(enumerate(expected[:8]))
+
+
+def test_samples_of_one_prompt_equal_requests_with_these_seeds(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = list(range(100, 200))
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True, temperature=1.5, seed=40, n=4)
+    [family] = engine.generate([prompt], params)
+    assert engine.stats().copies >= 3
+    alone = [
+        engine.generate([prompt], SamplingParams(max_new_tokens=10, ignore_eos=True, temperature=1.5, seed=seed))[0]
+        for seed in range(40, 44)
+    ]
+    assert [sample.token_ids for sample in family.samples] == [one.token_ids for one in alone]
+    assert [sample.seed for sample in family.samples] == [40, 41, 42, 43]
+    assert family.token_ids == family.samples[0].token_ids
+    assert len({tuple(sample.token_ids) for sample in family.samples}) > 1
+
+
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_four_beams_equal_those_of_transformers(
+    tiny_model: Path, make_engine: MakeEngine, backend: str, length_penalty: float, early_stopping: bool
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prompt = list(range(300, 355))
+    ids = torch.tensor([prompt])
+    wanted = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=10,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    engine = make_engine(backend)
+    beams = engine.beam_search(prompt, 4, 10, length_penalty=length_penalty, early_stopping=early_stopping)
+    sequences = [[id_ for id_ in row[len(prompt) :].tolist() if id_ != 2] for row in wanted.sequences]
+    assert [[id_ for id_ in beam.token_ids if id_ != 2] for beam in beams] == sequences
+    assert [beam.score for beam in beams] == pytest.approx(wanted.sequences_scores.tolist(), abs=1e-3)
+
+
+def test_beams_share_the_blocks_of_their_prompt(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    step, most = engine.backend.step, [0]
+
+    def watch(only: Any = None) -> Any:
+        outputs = step(only)
+        most[0] = max(most[0], engine.stats().num_used_blocks)
+        return outputs
+
+    monkeypatch.setattr(engine.backend, "step", watch)
+    engine.beam_search(list(range(300, 500)), 4, 8)
+    # 12 full blocks of the prompt, shared, and for each beam and the one it forks from a last block of its own.
+    assert 13 <= most[0] <= 12 + 8
+
+
+def test_bad_prompts_and_parameters_are_refused_before_anything_runs(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestError, match="vocabulary"):
+        engine.generate([[1, 2], [10**6]])
+    with pytest.raises(RequestError, match="no tokens"):
+        engine.generate([""])
+    with pytest.raises(RequestError, match="string or a list"):
+        engine.generate([3.5])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="one each"):
+        engine.generate(["a", "b"], [GREEDY])
+    with pytest.raises(RequestError, match="greedy"):
+        engine.generate("a", SamplingParams(n=2))
+    with pytest.raises(RequestError, match="one sample"):
+        engine.stream("a", SamplingParams(n=2, do_sample=True))
+    with pytest.raises(RequestError, match="num_beams"):
+        engine.beam_search("a", 0, 5)
+    with pytest.raises(CapacityError, match="2048"):
+        engine.generate([[5] * 2048])
+    assert engine.stats().steps == 0
+
+
+def test_prompt_one_token_over_the_limit_fails_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine(limits__max_input_tokens=50)
+    with pytest.raises(CapacityError, match="51 tokens"):
+        engine.generate([[5] * 51])
+    assert len(engine.generate([[5] * 50], GREEDY)[0].token_ids) == 12
+
+
+def test_failed_step_raises_and_the_engine_lives_on(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    stream = engine.stream("beside", GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.backend._model), "forward", lambda *_: 1 / 0)
+        with pytest.raises(StepError, match="ZeroDivisionError"):
+            engine.generate("Hello", GREEDY)
+    with pytest.raises(StepError):
+        next(stream)
+    assert len(engine.generate("Hello", GREEDY)[0].token_ids) == 12
+
+
+def test_prompts_of_another_namespace_do_not_hit(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = list(range(100, 200))
+    for namespace in (None, CacheNamespace(salt="tenant")):
+        for num_cached_tokens in (0, 96):
+            [result] = engine.generate([prompt], GREEDY, namespace=namespace)
+            assert result.num_cached_tokens == num_cached_tokens
+
+
+def test_contiguous_wastes_most_of_its_reservation_and_paged_nearly_nothing(
+    make_engine: MakeEngine, prompts: list[list[int]]
+) -> None:
+    """Requests of mean length 200 under a limit of 2048 tokens."""
+    params = SamplingParams(max_new_tokens=1000, ignore_eos=True)
+    wasted = {}
+    for backend in ("contiguous", "paged"):
+        engine = make_engine(backend, cache__num_blocks=8192)
+        streams = [engine.stream([7] * length, params) for length in range(170, 230, 4)]
+        for stream in streams:
+            next(stream)
+        stats = engine.stats()
+        wasted[backend] = 1 - stats.kv_bytes_in_use / stats.kv_bytes_reserved
+        assert stats.fragmentation == pytest.approx(wasted[backend])
+        for stream in streams:
+            stream.close()
+    assert wasted["contiguous"] >= 0.8
+    assert wasted["paged"] < 0.04
+
+
+def test_wrong_names_and_places_are_explained(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="did you mean 'paged'"):
+        Engine(tiny_model, backend="pagd")
+    with pytest.raises(ConfigError, match=r"did you mean cache\.block_size"):
+        Engine(tiny_model, config={"cache": {"blocksize": 16}})
+    with pytest.raises(ConfigError, match="nowhere"):
+        Engine(tmp_path / "nowhere")
+
+
+def test_config_file_names_the_backend(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pagedkv.toml"
+    file.write_text('backend = "contiguous"\n[cache]\nnum_blocks = 512\n')
+    with Engine(tiny_model, config=file) as engine:
+        assert engine.backend.info.backend == "contiguous"
+        assert len(engine.generate("Hello", GREEDY)[0].token_ids) == 12
