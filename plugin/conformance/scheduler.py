@@ -218,7 +218,7 @@ class SchedulerConformance:
         class Machine(SchedulerMachine):
             suite = self
 
-        run_state_machine_as_test(Machine)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(Machine)
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
