@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -117,6 +118,18 @@ class CacheManagerConformance:
         shared = set(harness.manager.block_table(again)) & set(harness.manager.block_table(newcomer))
         assert not shared
         harness.run_step()
+
+    def test_a_sequence_never_evicts_its_own_hits(self) -> None:
+        harness = self.make_harness(num_blocks=8, block_size=4)
+        for start in (0, 100):
+            seq_id = harness.open(range(start, start + 16))
+            harness.compute(seq_id)
+            harness.release(seq_id)
+        longer = harness.open(range(32))
+        assert harness.plan(longer, 36).num_missing_blocks == 1, "cached blocks that are hit are no room"
+        assert harness.acquire(longer, 36) is None
+        assert harness.compute(longer, 32) == 16
+        assert harness.manager.stats().evictions == 4
 
     def test_an_evicted_block_is_a_miss_and_can_be_cached_again_under_its_new_content(self) -> None:
         harness = self.make_harness(num_blocks=4, block_size=4)
@@ -370,7 +383,14 @@ class CacheManagerConformance:
         return tables
 
     def test_any_sequence_of_calls_keeps_the_content_of_every_computed_token(self) -> None:
-        run_state_machine_as_test(lambda: _CacheManagerMachine(self))
+        # Rare orders of events are the point, and a call takes microseconds.
+        more = settings(max_examples=4 * settings.default.max_examples, stateful_step_count=40)
+        run_state_machine_as_test(lambda: _CacheManagerMachine(self), settings=more)
+
+
+NUMBERS = st.integers(0, 5)
+MOSTLY_ALL = st.one_of(st.just(99), st.integers(0, 12))
+FEW_TOKENS = st.lists(st.integers(0, 1), max_size=6)
 
 
 class _CacheManagerMachine(RuleBasedStateMachine):
@@ -383,10 +403,12 @@ class _CacheManagerMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 4),
         num_blocks=st.integers(4, 9),
-        has_prefix_cache=st.sampled_from([True] * 3 + [False]),
+        has_prefix_cache=st.sampled_from([True, True, True, False]),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=16),
     )
-    def make(self, block_size: int, num_blocks: int, has_prefix_cache: bool) -> None:
+    def make(self, block_size: int, num_blocks: int, has_prefix_cache: bool, prompt: list[int]) -> None:
         self.harness = self._suite.make_harness(num_blocks, block_size, has_prefix_cache)
+        self.prompts = [prompt]
 
     def _pick(self, number: int) -> RequestId:
         return list(self.harness.sequences)[number % len(self.harness.sequences)]
@@ -399,22 +421,34 @@ class _CacheManagerMachine(RuleBasedStateMachine):
 
     @precondition(_has_room)
     @rule(
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
-        namespace=st.sampled_from([NAMESPACES[0], *NAMESPACES]),
-        may_reuse_prefix=st.sampled_from([True] * 4 + [False]),
-        num_tokens=st.integers(1, 12),
+        number=NUMBERS,
+        num_common=MOSTLY_ALL,
+        tail=FEW_TOKENS,
+        namespace=st.sampled_from([NAMESPACES[0]] * 4 + [*NAMESPACES]),
+        may_reuse_prefix=st.sampled_from([True, True, True, False]),
+        num_tokens=MOSTLY_ALL,
     )
-    def admit(self, tokens: list[int], namespace: CacheNamespace, may_reuse_prefix: bool, num_tokens: int) -> None:
+    def admit(
+        self,
+        number: int,
+        num_common: int,
+        tail: list[int],
+        namespace: CacheNamespace,
+        may_reuse_prefix: bool,
+        num_tokens: int,
+    ) -> None:
+        tokens = [*self.prompts[number % len(self.prompts)][:num_common], *tail][:16] or [0]
+        self.prompts.append(tokens)
         seq_id = self.harness.open(tokens, namespace, may_reuse_prefix=may_reuse_prefix)
         self.harness.acquire(seq_id, min(num_tokens, len(tokens)))
 
     @precondition(_has_sequences)
-    @rule(number=st.integers(0, 5), token_id=st.integers(0, 1))
+    @rule(number=NUMBERS, token_id=st.integers(0, 1))
     def append(self, number: int, token_id: int) -> None:
         self.harness.append(self._pick(number), token_id)
 
     @precondition(_has_sequences)
-    @rule(number=st.integers(0, 5), num_tokens=st.integers(1, 8))
+    @rule(number=NUMBERS, num_tokens=MOSTLY_ALL)
     def acquire(self, number: int, num_tokens: int) -> None:
         seq_id = self._pick(number)
         sequence = self.harness.sequences[seq_id]
@@ -422,9 +456,12 @@ class _CacheManagerMachine(RuleBasedStateMachine):
 
     @precondition(_has_sequences)
     @rule()
-    def acquire_everything(self) -> None:
+    def decode_all(self) -> None:
         for seq_id, sequence in self.harness.sequences.items():
             self.harness.acquire(seq_id, len(sequence.token_ids))
+        self.harness.run_step()
+        for seq_id in self.harness.sequences:
+            self.harness.append(seq_id, 0)
 
     @rule()
     def run_step(self) -> None:
@@ -435,13 +472,7 @@ class _CacheManagerMachine(RuleBasedStateMachine):
         self.harness.fail_step()
 
     @precondition(lambda self: self._has_sequences() and self._has_room())
-    @rule(
-        number=st.integers(0, 5),
-        num_common=st.integers(0, 12),
-        tail=st.lists(st.integers(0, 1), max_size=4),
-        max_shared=st.integers(0, 12),
-        does_acquire=st.booleans(),
-    )
+    @rule(number=NUMBERS, num_common=MOSTLY_ALL, tail=FEW_TOKENS, max_shared=MOSTLY_ALL, does_acquire=st.booleans())
     def fork(self, number: int, num_common: int, tail: list[int], max_shared: int, does_acquire: bool) -> None:
         parent_id = self._pick(number)
         parent = self.harness.sequences[parent_id]
@@ -451,12 +482,12 @@ class _CacheManagerMachine(RuleBasedStateMachine):
             self.harness.acquire(child_id, len(self.harness.sequences[child_id].token_ids))
 
     @precondition(_has_sequences)
-    @rule(number=st.integers(0, 5))
+    @rule(number=NUMBERS)
     def release(self, number: int) -> None:
         self.harness.release(self._pick(number))
 
     @precondition(_has_sequences)
-    @rule(number=st.integers(0, 5))
+    @rule(number=NUMBERS)
     def preempt(self, number: int) -> None:
         self.harness.preempt(self._pick(number))
 

@@ -1,7 +1,7 @@
 """Runs a cache manager over a memory of plain values, and checks every answer against the rules.
 
-The memory keeps, for each slot, the namespace and all tokens up to the slot's: what the KV there is a function of. A
-cached token whose slot holds anything else, a copy that came too late, a block given to two writers show up at once.
+The memory keeps, for each slot, a number that stands for the namespace and all tokens up to the slot's: what the KV
+there is a function of. A cached token whose slot holds anything else, a copy that came too late, a block given to two writers show up at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pagedkv.plugin.interface import BlockGrant, BlockPlan, CacheManager
 from pagedkv.plugin.requests import CacheNamespace, RequestId
 from pagedkv.plugin.step_plan import BlockCopy
 
-SlotContent = tuple[CacheNamespace, tuple[int, ...]]
 DEFAULT_NAMESPACE = CacheNamespace()
 
 
@@ -29,6 +28,8 @@ class OpenSequence:
     """Slots that the running step may write end here; equal to the computed tokens between steps."""
     copies: list[BlockCopy] = field(default_factory=list)
     """Granted, to run before the step writes."""
+    contents: list[int] = field(default_factory=list)
+    """By token, what its slot must hold."""
 
 
 class CacheManagerHarness:
@@ -39,7 +40,9 @@ class CacheManagerHarness:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.sequences: dict[RequestId, OpenSequence] = {}
-        self._slots: dict[int, SlotContent] = {}
+        self._slots: dict[int, int] = {}
+        # Numbers of beginnings, by the namespace or by the beginning before and the token added.
+        self._numbers: dict[CacheNamespace | tuple[int, int], int] = {}
         self._next_id = 0
 
     def open(
@@ -102,9 +105,9 @@ class CacheManagerHarness:
         """Runs the granted copies, writes the granted slots, commits, and checks all that is stored."""
         self._run_copies()
         for seq_id, sequence in self.sequences.items():
+            contents = self._contents(sequence)
             for position in range(sequence.num_computed_tokens, sequence.num_granted_tokens):
-                content = (sequence.namespace, tuple(sequence.token_ids[: position + 1]))
-                self._slots[self._slot(seq_id, position)] = content
+                self._slots[self._slot(seq_id, position)] = contents[position]
         for seq_id, sequence in self.sequences.items():
             if sequence.num_granted_tokens > sequence.num_computed_tokens:
                 sequence.num_computed_tokens = sequence.num_granted_tokens
@@ -178,11 +181,18 @@ class CacheManagerHarness:
         assert stats.num_used_blocks == len(num_filled)
         assert stats.num_used_slots == sum(num_filled.values())
         for seq_id, sequence in self.sequences.items():
+            contents = self._contents(sequence)
             for position in range(sequence.num_computed_tokens):
-                content = self._slots.get(self._slot(seq_id, position))
-                assert content == (sequence.namespace, tuple(sequence.token_ids[: position + 1])), (
-                    f"token {position} of sequence {seq_id} has the KV of {content}"
+                assert self._slots.get(self._slot(seq_id, position)) == contents[position], (
+                    f"the slot of token {position} of sequence {seq_id} does not hold its KV"
                 )
+
+    def _contents(self, sequence: OpenSequence) -> list[int]:
+        numbers, contents = self._numbers, sequence.contents
+        for token_id in sequence.token_ids[len(contents) :]:
+            before = contents[-1] if contents else numbers.setdefault(sequence.namespace, len(numbers))
+            contents.append(numbers.setdefault((before, token_id), len(numbers)))
+        return contents
 
     def _slot(self, seq_id: RequestId, position: int) -> int:
         block = self.manager.block_table(seq_id)[position // self.block_size]
