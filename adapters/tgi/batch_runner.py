@@ -108,12 +108,25 @@ class BatchRunner:
         """Ends all requests of batches, None: of all; unknown ids are passed over."""
         self._abort(self._batches.pop_all() if batch_ids is None else self._batches.pop(batch_ids))
 
+    def find_abandoned(self, timeout_s: float) -> list[int]:
+        """Ids of batches for which no step was asked for so long. May be called from any thread."""
+        return self._batches.find_older(timeout_s)
+
+    def end_abandoned(self, timeout_s: float) -> None:
+        batch_ids = self.find_abandoned(timeout_s)
+        logger.warning(
+            "batches %s end: their client asked for no step in %.0f s and is taken for dead", batch_ids, timeout_s
+        )
+        self.clear(batch_ids)
+
     def check_integrity(self) -> None:
         """Raises IntegrityError where the backend's bookkeeping contradicts itself."""
         self._backend.check_integrity()
 
     def _step(self, batches: Sequence[Batch]) -> StepResult:
         lives = {request_id: live for batch in batches for request_id, live in batch.requests.items()}
+        for batch in batches:
+            batch.named_s = time.monotonic()
         started_ns = time.perf_counter_ns()
         try:
             outputs = self._backend.step(only=list(lives))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,9 @@ class Batch:
     """The live requests under one batch id, in the order in which they are answered."""
 
     id: int
-    requests: dict[RequestId, LiveRequest] = field(default_factory=dict)
+    requests: dict[RequestId, LiveRequest]
+    named_s: float = field(default_factory=time.monotonic)
+    """When a step was last asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,11 @@ class BatchTable:
             if batch_id not in self._batches:
                 raise NotFoundError(f"there is no batch {batch_id}: all its requests have ended, or it never was")
         return [self._batches[batch_id] for batch_id in batch_ids]
+
+    def find_older(self, timeout_s: float) -> list[int]:
+        """Ids of batches for which no step was asked for so long. May be called from any thread."""
+        earliest_s = time.monotonic() - timeout_s
+        return [batch.id for batch in tuple(self._batches.values()) if batch.named_s < earliest_s]
 
     def check_free(self, batch_id: int) -> None:
         """Raises DuplicateRequestError where the id names a batch already."""

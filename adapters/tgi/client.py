@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,8 @@ from pagedkv.plugin.requests import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_Response = TypeVar("_Response")
 
 KEEP_ALL_TOKENS = 2**32 - 1
 """`truncate` for a prompt that must not be cut."""
@@ -160,17 +162,17 @@ def _to_message(
     )
 
 
-async def _answer_of(call):
+async def _answer_of(call: grpc.aio.UnaryUnaryCall[Any, _Response]) -> _Response:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
         raise read_error(error.code(), error.details() or error.code().name) from None
 
 
-async def _read_cached_tokens(call) -> int | None:
+async def _read_cached_tokens(call: grpc.aio.UnaryUnaryCall[Any, Any]) -> int | None:
     for key, value in await call.trailing_metadata() or ():
         if key == CACHED_TOKENS_METADATA:
-            return int(value.partition("=")[2])
+            return int(str(value).partition("=")[2])
     return None
 
 

@@ -31,7 +31,7 @@ def generate(folder: Path, proto: Path) -> dict[str, str]:
     The compiler sees the file under its package's path: that is where the generated imports come from, and it keeps
     the name in protobuf's process-wide table apart from other projects' `generate.proto`.
     """
-    from grpc_tools import protoc
+    from grpc_tools import protoc  # type: ignore[import-untyped]
 
     package = "pagedkv/adapters/tgi"
     (folder / package).mkdir(parents=True)

@@ -45,13 +45,21 @@ class GenerationServer:
         tokenizer: of the backend's model.
         config: addresses and limits. At least one of `uds_path` and `listen` is set.
         rank, num_shards: this server's place among the shards of one model; the socket is `uds_path-rank`.
+        abandoned_batch_timeout_s: as in `GenerationService`.
 
     Raises:
         ConfigError: no address is set.
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, config: ServerSection, *, rank: int = 0, num_shards: int = 1
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        config: ServerSection,
+        *,
+        rank: int = 0,
+        num_shards: int = 1,
+        abandoned_batch_timeout_s: float = 600.0,
     ) -> None:
         if not config.uds_path and not config.listen:
             raise ConfigError("the server has no address: set server.uds_path or server.listen")
@@ -67,8 +75,9 @@ class GenerationServer:
             stuck_step_timeout_s=config.stuck_step_timeout_s,
             rank=rank,
             num_shards=num_shards,
+            abandoned_batch_timeout_s=abandoned_batch_timeout_s,
         )
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: grpc.aio.Server | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -152,6 +161,7 @@ class GenerationServer:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            await self.service.end_abandoned()
             await self.service.check_when_idle()
             await self._publish_health()
 

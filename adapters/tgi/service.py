@@ -6,9 +6,8 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
@@ -38,6 +37,7 @@ CACHED_TOKENS_METADATA = "pagedkv-cached-tokens"
 
 _NUM_TOKENIZER_THREADS = 2
 
+T = TypeVar("T")
 _Answer = TypeVar("_Answer", pb.PrefillResponse, pb.DecodeResponse)
 
 
@@ -53,6 +53,8 @@ class GenerationService:
         has_chunked_prefill: whether to tell clients that new and running requests may share a step.
         stuck_step_timeout_s: Health fails while one step has been running for longer.
         rank, num_shards: this server's place among the shards of one model.
+        abandoned_batch_timeout_s: a batch that no call has named for so long is ended. A client that dies between two
+            calls leaves no other trace; a router names its batches all the time.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class GenerationService:
         stuck_step_timeout_s: float = 120.0,
         rank: int = 0,
         num_shards: int = 1,
+        abandoned_batch_timeout_s: float = 600.0,
     ) -> None:
         self.urls = list(urls)
         self._info = backend.info
@@ -76,6 +79,7 @@ class GenerationService:
         self._loop = StepLoop()
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
+        self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
         self._is_draining = False
         self._is_closed = False
         self._integrity_fault: IntegrityError | None = None
@@ -122,6 +126,11 @@ class GenerationService:
         except IntegrityError as error:
             logger.critical("the bookkeeping of the cache is wrong", exc_info=error)
             self._integrity_fault = error
+
+    async def end_abandoned(self) -> None:
+        """Ends batches whose client seems to be dead."""
+        if not self._loop.busy_s() and self._runner.find_abandoned(self._abandoned_batch_timeout_s):
+            await self._loop.run(functools.partial(self._runner.end_abandoned, self._abandoned_batch_timeout_s))
 
     async def close(self) -> None:
         """Ends every request and the threads. The backend stays open. A second call does nothing."""
@@ -175,38 +184,33 @@ class GenerationService:
         running_id = request.cached_batch.id if request.HasField("cached_batch") else None
         named = [] if running_id is None else [running_id]
 
-        def job() -> tuple[pb.PrefillResponse, list[tuple[str, str]]]:
+        def step() -> tuple[StepResult, pb.PrefillResponse]:
             result = self._runner.prefill(request.batch.id, requests, running_id)
             named.append(request.batch.id)
-            return self._answer(pb.PrefillResponse(), result, started_ns), _cached_tokens(result)
+            return result, self._answer(pb.PrefillResponse(), result, started_ns)
 
-        async with self._ending_when_cancelled(named):
-            response, metadata = await self._loop.run(job)
-        context.set_trailing_metadata(metadata)
+        result, response = await self._run_step(step, named)
+        context.set_trailing_metadata(_cached_tokens(result))
         return response
 
     async def decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         started_ns = time.perf_counter_ns()
         batch_ids = [batch.id for batch in request.batches]
 
-        def job() -> tuple[pb.DecodeResponse, list[tuple[str, str]]]:
+        def step() -> tuple[StepResult, pb.DecodeResponse]:
             result = self._runner.decode(batch_ids)
-            return self._answer(pb.DecodeResponse(), result, started_ns), _cached_tokens(result)
+            return result, self._answer(pb.DecodeResponse(), result, started_ns)
 
-        async with self._ending_when_cancelled(batch_ids):
-            response, metadata = await self._loop.run(job)
-        context.set_trailing_metadata(metadata)
+        result, response = await self._run_step(step, batch_ids)
+        context.set_trailing_metadata(_cached_tokens(result))
         return response
 
-    @asynccontextmanager
-    async def _ending_when_cancelled(self, batch_ids: Sequence[int]) -> AsyncIterator[None]:
-        """Ends batches whose client goes away while it waits for them: it has lost tokens and can't go on.
-
-        The step that may be running ends first; the job behind it gives the blocks back. `batch_ids` is read then.
-        """
+    async def _run_step(self, step: Callable[[], T], batch_ids: Sequence[int]) -> T:
+        """Runs a step for a client. One that goes away meanwhile has lost tokens and can't go on, so its batches end
+        behind the step, which may be running and is not disturbed. `batch_ids` is read then."""
         self._has_unchecked_steps = True
         try:
-            yield
+            return await self._loop.run(step)
         except asyncio.CancelledError:
             self._loop.post(lambda: self._runner.clear(batch_ids))
             raise

@@ -249,7 +249,8 @@ def serving(loop_thread: LoopThread) -> Callable[..., Any]:
 
     @contextmanager
     def serve(backend: Any, tokenizer: Any, folder: Path, **options: Any) -> Iterator[SimpleNamespace]:
-        places = {key: options.pop(key) for key in ("rank", "num_shards") if key in options}
+        own = ("rank", "num_shards", "abandoned_batch_timeout_s")
+        places = {key: options.pop(key) for key in own if key in options}
         is_warm = options.pop("is_warm", True)
         config = ServerSection(uds_path=str(folder / "tgi"), **options)
 

@@ -404,6 +404,20 @@ class TestCancellation:
         wire.clear()
         assert backend.num_steps == 1
 
+    def test_a_client_that_dies_between_two_calls_is_noticed_in_the_end(
+        self, backend, make_tokenizer, serving, tmp_path
+    ):
+        with serving(backend, make_tokenizer(), tmp_path, abandoned_batch_timeout_s=0.5) as served:
+            wire = served.wire
+            wire.prefill(1, wire.request(1, "a"))
+            active = wire.prefill(2, wire.request(2, "a", 200, stopping_parameters={"ignore_eos_token": True}))
+            deadline_s = time.monotonic() + 5
+            while 1 in backend.requests:
+                assert time.monotonic() < deadline_s
+                active = wire.decode(active.batch)
+                time.sleep(0.05)
+            assert set(backend.requests) == {2}, "a batch that is asked for is not abandoned"
+
 
 class TestHealth:
     def test_health_answers_while_a_long_step_runs_and_fails_when_it_takes_too_long(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import grpc
 import pytest
@@ -238,3 +239,15 @@ def test_the_server_lives_after_what_ended_the_recorded_one(golden):
     golden.send(first)
     assert golden.send(unprompted).generations[0].generated_text.text == " Paris"
     assert [golden.send(call).generations[0].tokens.texts[0] for call in decodes] == [".", "\n"]
+
+
+def test_health_answers_within_a_second_while_a_long_prompt_is_prefilled(golden):
+    request = golden.wire.request(1, "all work and no play makes Jack a dull boy " * 140, max_new_tokens=2)
+    call = golden.wire.stub.Prefill.future(pb.PrefillRequest(batch=pb.Batch(id=1, requests=[request])))
+    num_answers = 0
+    while not call.done():
+        golden.wire.stub.Health(pb.HealthRequest(), timeout=1)
+        num_answers += 1
+        time.sleep(0.02)
+    assert num_answers >= 2
+    call.result()
