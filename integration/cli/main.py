@@ -1,0 +1,37 @@
+"""The command `pagedkv`: one module a command. Heavy libraries are imported inside the commands that need them."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from pagedkv.integration.cli.config import config
+from pagedkv.integration.cli.demo_model import demo_model
+from pagedkv.integration.cli.generate import generate
+from pagedkv.integration.cli.plugins import plugins
+from pagedkv.integration.cli.serve import serve
+from pagedkv.plugin.errors import PagedKVError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="A paged, prefix-sharing KV cache behind a gRPC model server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (serve, generate, demo_model, plugins, config):
+    app.command()(command)
+
+
+def run() -> None:
+    """Runs the command line. A fault that has a name is one paragraph on standard error, never a traceback."""
+    try:
+        app()
+    except PagedKVError as error:
+        print(f"pagedkv: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

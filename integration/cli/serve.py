@@ -1,0 +1,62 @@
+"""`pagedkv serve`: a model behind gRPC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_settings
+
+if TYPE_CHECKING:
+    from pagedkv.plugin.config import Config
+
+DEFAULT_ADDRESS = "127.0.0.1:8033"
+"""Where a server without an address listens, and where a client without a target looks."""
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory of the model; may stand in the config instead.", show_default=False)
+    ] = None,
+    config: ConfigFile = None,
+    backend: Annotated[str | None, typer.Option(help="The KV cache: paged, contiguous, or a plugin's.")] = None,
+    uds_path: Annotated[str | None, typer.Option(help="Unix socket; the rank is appended, as in PATH-0.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help=f"TCP address. Without any: {DEFAULT_ADDRESS}.")
+    ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="KV dtype; auto is the model's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, float16, bfloat16; or auto.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; or auto.")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve MODEL as generate.v3 over gRPC, until SIGTERM or Ctrl-C; both let running requests finish."""
+    flags = {
+        "model.path": model,
+        "backend": backend,
+        "server.uds_path": uds_path,
+        "server.listen": listen,
+        "cache.kv_dtype": kv_cache_dtype,
+        "model.dtype": dtype,
+        "model.device": device,
+    }
+    overrides = parse_settings(settings) | {key: value for key, value in flags.items() if value is not None}
+    written = _load(config, overrides)
+
+    from pagedkv.integration.server import ServerSummary, run_server, set_up_logging
+
+    def announce(summary: ServerSummary) -> None:
+        print(summary.to_json() if as_json else summary.to_text(), flush=True)
+
+    set_up_logging(written.log_level)
+    raise typer.Exit(run_server(written, announce))
+
+
+def _load(file: Any, overrides: dict[str, Any]) -> Config:
+    from pagedkv.plugin.config import load_config
+
+    written = load_config(file, overrides)
+    if not written.server.uds_path and not written.server.listen:
+        written = load_config(file, {**overrides, "server.listen": DEFAULT_ADDRESS})
+    return written
