@@ -24,7 +24,7 @@ from pagedkv.adapters.tgi.convert import (
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
 from pagedkv.adapters.tgi.rpc import Context
 from pagedkv.adapters.tgi.step_loop import StepLoop
-from pagedkv.plugin.errors import IntegrityError, UnavailableError
+from pagedkv.plugin.errors import UnavailableError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.text import OutputText
@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 CACHED_TOKENS_METADATA = "pagedkv-cached-tokens"
 """Key of the trailing metadata of a Prefill or Decode, once for each request with its first token in the answer:
-"REQUEST_ID=NUM_TOKENS", the prompt tokens that were found in the prefix cache."""
+"REQUEST_ID=NUM_TOKENS", the prompt tokens that were found in the prefix cache. Left out where there would be more
+entries than MAX_METADATA_ENTRIES: peers refuse headers above some kilobytes."""
+
+MAX_METADATA_ENTRIES = 16
 
 _NUM_TOKENIZER_THREADS = 2
 
@@ -82,13 +85,14 @@ class GenerationService:
         self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
         self._is_draining = False
         self._is_closed = False
-        self._integrity_fault: IntegrityError | None = None
+        self._integrity_fault: Exception | None = None
+        self._num_arriving = 0
         self._has_unchecked_steps = False
 
     @property
     def num_requests(self) -> int:
-        """Live requests."""
-        return self._runner.num_requests
+        """Live requests, and those that are on their way to become it."""
+        return self._runner.num_requests + self._num_arriving
 
     def find_health_fault(self) -> str | None:
         """Why no work should be sent here; None while all is well. Waits for nothing."""
@@ -97,7 +101,7 @@ class GenerationService:
         if not self._runner.is_warm:
             return "the server is not warmed up yet"
         if self._integrity_fault is not None:
-            return f"the cache's bookkeeping is wrong: {self._integrity_fault}"
+            return f"the check of the cache's bookkeeping failed: {self._integrity_fault}"
         busy_s = self._loop.busy_s()
         if busy_s > self._stuck_step_timeout_s:
             return f"a step has been running for {busy_s:.0f} s, which is taken for stuck"
@@ -123,8 +127,8 @@ class GenerationService:
         self._has_unchecked_steps = False
         try:
             await self._loop.run(self._runner.check_integrity)
-        except IntegrityError as error:
-            logger.critical("the bookkeeping of the cache is wrong", exc_info=error)
+        except Exception as error:
+            logger.critical("the check of the cache's bookkeeping failed", exc_info=error)
             self._integrity_fault = error
 
     async def end_abandoned(self) -> None:
@@ -178,18 +182,14 @@ class GenerationService:
         arrived_s, started_ns = time.monotonic(), time.perf_counter_ns()
         if self._is_draining:
             raise UnavailableError("the server is draining; send new requests elsewhere")
-        requests = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizer_threads, self._read_batch, request.batch, arrived_s
-        )
-        running_id = request.cached_batch.id if request.HasField("cached_batch") else None
-        named = [] if running_id is None else [running_id]
-
-        def step() -> tuple[StepResult, pb.PrefillResponse]:
-            result = self._runner.prefill(request.batch.id, requests, running_id)
-            named.append(request.batch.id)
-            return result, self._answer(pb.PrefillResponse(), result, started_ns)
-
-        result, response = await self._run_step(step, named)
+        self._num_arriving += len(request.batch.requests)
+        try:
+            requests = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizer_threads, self._read_batch, request.batch, arrived_s
+            )
+            result, response = await self._add_and_step(request, requests, started_ns)
+        finally:
+            self._num_arriving -= len(request.batch.requests)
         context.set_trailing_metadata(_cached_tokens(result))
         return response
 
@@ -204,6 +204,19 @@ class GenerationService:
         result, response = await self._run_step(step, batch_ids)
         context.set_trailing_metadata(_cached_tokens(result))
         return response
+
+    async def _add_and_step(
+        self, request: pb.PrefillRequest, requests: list[LiveRequest], started_ns: int
+    ) -> tuple[StepResult, pb.PrefillResponse]:
+        running_id = request.cached_batch.id if request.HasField("cached_batch") else None
+        named = [] if running_id is None else [running_id]
+
+        def step() -> tuple[StepResult, pb.PrefillResponse]:
+            result = self._runner.prefill(request.batch.id, requests, running_id)
+            named.append(request.batch.id)
+            return result, self._answer(pb.PrefillResponse(), result, started_ns)
+
+        return await self._run_step(step, named)
 
     async def _run_step(self, step: Callable[[], T], batch_ids: Sequence[int]) -> T:
         """Runs a step for a client. One that goes away meanwhile has lost tokens and can't go on, so its batches end
@@ -236,8 +249,9 @@ class GenerationService:
 
 
 def _cached_tokens(result: StepResult) -> list[tuple[str, str]]:
-    return [
+    entries = [
         (CACHED_TOKENS_METADATA, f"{token.request.id}={token.output.num_cached_tokens}")
         for token in result.tokens
         if token.is_first
     ]
+    return entries if len(entries) <= MAX_METADATA_ENTRIES else []

@@ -26,7 +26,7 @@ STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
 """A subclass that is not named has the code of its nearest base: CapacityError and DuplicateRequestError are
 RequestErrors. What is neither is a fault of the server: INTERNAL."""
 
-_MAX_DETAILS = 2000  # gRPC sends the text in a header, and headers above 8 KiB are refused by peers.
+_MAX_DETAILS = 500  # It is sent in a header, where a character may take 12 bytes and peers refuse more than 8 KiB.
 
 
 def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:

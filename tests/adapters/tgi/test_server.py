@@ -138,6 +138,22 @@ class TestDrain:
             served.call(served.server.stop())
             assert not backend.requests
 
+    def test_a_request_that_arrived_just_before_the_drain_is_not_forgotten(
+        self, backend, make_tokenizer, serving, tmp_path
+    ):
+        tokenizing, go_on = threading.Event(), threading.Event()
+        tokenizer = make_tokenizer()
+        with serving(backend, tokenizer, tmp_path) as served:
+            encode = tokenizer.encode
+            tokenizer.encode = lambda *args, **keys: (tokenizing.set(), go_on.wait(10), encode(*args, **keys))[2]
+            request = pb.PrefillRequest(batch=pb.Batch(id=1, requests=[served.wire.request(1, "a", 2)]))
+            call = served.wire.stub.Prefill.future(request)
+            assert tokenizing.wait(5)
+            assert served.call(served.server.drain(0.1)) is False
+            go_on.set()
+            assert served.wire.finish(call.result(5)) == {1: "bc"}
+            assert served.call(served.server.drain(5)) is True
+
     def test_an_idle_server_is_drained_at_once(self, served):
         assert served.call(served.server.drain(10)) is True
 

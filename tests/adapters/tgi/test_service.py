@@ -194,6 +194,12 @@ class TestAnswers:
         assert not [key for key, _ in call.trailing_metadata() if key.startswith("pagedkv")]
         wire.clear()
 
+    def test_the_metadata_of_a_large_batch_stays_small(self, wire):
+        requests = [wire.request(i, "a" * 40, max_new_tokens=1) for i in range(200)]
+        response, call = wire.stub.Prefill.with_call(pb.PrefillRequest(batch=pb.Batch(id=1, requests=requests)))
+        assert len(response.generations) == 200
+        assert not [key for key, _ in call.trailing_metadata() if key.startswith("pagedkv")]
+
 
 class TestStartUp:
     def test_info_says_what_the_backend_is(self, wire):
@@ -312,6 +318,11 @@ class TestErrors:
     def test_bytes_that_are_no_message_are_invalid(self, wire, data):
         call = wire.channel.unary_unary("/generate.v3.TextGenerationService/Prefill")
         assert wire.refused(lambda: call(data))[0] == INVALID
+
+    def test_a_refusal_that_quotes_the_client_at_length_arrives(self, wire):
+        code, details = wire.refused(lambda: wire.prefill(1, wire.request(1, "a", adapter_id="😀" * 10_000)))
+        assert code == INVALID
+        assert "adapter '😀😀" in details
 
     def test_an_unknown_method_is_unimplemented(self, wire):
         call = wire.channel.unary_unary("/generate.v3.TextGenerationService/Nope")
