@@ -1,0 +1,274 @@
+"""The contiguous backend: what model servers without a paged cache do, as well as it can be done.
+
+Each request reserves room for `max_total_tokens` from its admission to its end, whatever it will need: the server can't
+know. Requests beyond what fits wait, first come, first served. New requests are prefilled together, left-padded; rows
+that run are decoded together; the two never share a step, and a prompt is never cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from pagedkv.plugin.admission import validate_requests
+from pagedkv.plugin.config import ResolvedConfig
+from pagedkv.plugin.errors import StepError, UnavailableError, UnsupportedError
+from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, WarmupLimits
+from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
+from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
+from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
+from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
+from pagedkv.plugin.stats import BackendStats
+
+from .contiguous_batch import ContiguousBatch, LiveRow, join_rows, split_rest
+from .contiguous_model import ContiguousModel
+from .contiguous_sizing import ContiguousLimits, compute_limits, resolve_lengths
+from .contiguous_stats import Counters, check_rows, make_stats
+from .contiguous_warmup import find_largest_batch, measure_prefill, run_full_decode
+
+logger = logging.getLogger(__name__)
+
+
+class ContiguousBackend:
+    """Left-padded batches with transformers' `past_key_values`. See `pagedkv.plugin.interface.Backend`."""
+
+    interface_version: ClassVar[int] = INTERFACE_VERSION
+
+    def __init__(self, config: ResolvedConfig, model: ContiguousModel) -> None:
+        self._config = config
+        self._info = _describe(config, model)
+        self._model: ContiguousModel | None = model
+        self._sampler = Sampler(model.spec.vocab_size, model.device)
+        self._bytes_per_token = model.bytes_per_token
+        self._limits: ContiguousLimits | None = None
+        self._waiting: dict[RequestId, LiveRow] = {}
+        self._batches: list[ContiguousBatch] = []
+        self._counters = Counters()
+
+    @classmethod
+    def create(cls, config: ResolvedConfig) -> ContiguousBackend:
+        wanted, kept = config.cache.kv_dtype, KV_DTYPE_OF_TORCH[config.dtype]
+        if wanted != kept:
+            raise UnsupportedError(
+                f"the contiguous backend keeps keys and values in the model's dtype ({kept.name}), not in "
+                f"{wanted.name}; set cache.kv_dtype to auto, or the backend to paged"
+            )
+        return cls(config, ContiguousModel.load(config))
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def warmup(self, limits: WarmupLimits) -> Capacity:
+        model = self._require_model()
+        if self.has_unfinished():
+            raise UnavailableError("the cache can't be sized while requests are running; end them first")
+        self._limits = None
+        lengths = resolve_lengths(limits, self._config, model.spec)
+        activation_bytes = measure_prefill(
+            model,
+            self._sampler,
+            max_prefill_tokens=limits.max_prefill_tokens or self._config.scheduler.max_step_tokens,
+            max_input_tokens=lengths.max_input_tokens,
+            max_rows=limits.max_batch_size or self._config.scheduler.max_num_sequences,
+        )
+        fitting = compute_limits(
+            lengths, limits, self._config, bytes_per_token=self._bytes_per_token, activation_bytes=activation_bytes
+        )
+        self._limits = self._try_decoding(model, fitting)
+        return self._describe_capacity(self._limits)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        limits, model = self._require_limits(), self._require_model()
+        validate_requests(
+            requests, self._live_ids(), model.spec.vocab_size, limits.max_input_tokens, limits.max_total_tokens
+        )
+        for request in requests:
+            self._waiting[request.id] = LiveRow.create(request, self._counters.num_requests)
+            self._counters.count_request(request)
+
+    def step(self, only: Collection[RequestId] | None = None) -> list[StepOutput]:
+        """Prefills waiting requests if there is room for one, else decodes the running ones together."""
+        limits, model = self._require_limits(), self._require_model()
+        ids = self._live_ids() if only is None else self._live_ids().intersection(only)
+        batch = self._admit(limits, model, ids) or self._join_running(ids)
+        if batch is None:
+            return []
+        with self._dropped_on_failure(batch.rows):
+            sampled, prompt_logprobs = self._compute(model, batch)
+            outputs = [
+                self._take_token(row, token, prompt_logprobs.get(row.id))
+                for row, token in zip(batch.rows, sampled, strict=True)
+            ]
+            finished = {output.request_id for output in outputs if output.finish_reason}
+            self._keep(batch, {row.id for row in batch.rows} - finished)
+        self._counters.count_step(outputs)
+        arrivals = {row.id: row.arrival for row in batch.rows}
+        return sorted(outputs, key=lambda output: arrivals[output.request_id])
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        for id_ in ids:
+            self._waiting.pop(id_, None)
+        for batch in self._batches_with(ids):
+            self._batches.remove(batch)
+            self._keep(batch, {row.id for row in batch.rows}.difference(ids))
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._batches)
+
+    def stats(self) -> BackendStats:
+        return make_stats(self._counters, self._limits, self._running_rows(), len(self._waiting), self._bytes_per_token)
+
+    def check_integrity(self) -> None:
+        if self._limits is not None:
+            check_rows(self._limits, self._waiting.keys(), self._batches, self._bytes_per_token)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._batches.clear()
+        self._model = self._limits = None
+
+    def _try_decoding(self, model: ContiguousModel, limits: ContiguousLimits) -> ContiguousLimits:
+        """On a GPU the rows that fit by calculation are run; a CPU's memory can't be tried without swapping."""
+        if model.device.type != "cuda":
+            return limits
+        num_rows = find_largest_batch(
+            lambda rows: run_full_decode(model, self._sampler, rows, limits.max_total_tokens), limits.max_rows
+        )
+        return replace(limits, max_rows=num_rows)
+
+    def _describe_capacity(self, limits: ContiguousLimits) -> Capacity:
+        logger.info(
+            "KV cache: room for %d requests of %d tokens each, %.1f MiB; attention %s",
+            limits.max_rows,
+            limits.max_total_tokens,
+            limits.max_rows * limits.max_total_tokens * self._bytes_per_token / 2**20,
+            self._info.attention_kernels,
+        )
+        return Capacity(
+            max_cache_tokens=int(limits.capacity_tokens * self._config.cache.overcommit),
+            max_input_tokens=limits.max_input_tokens,
+            max_total_tokens=limits.max_total_tokens,
+            num_blocks=limits.capacity_tokens,
+        )
+
+    def _admit(
+        self, limits: ContiguousLimits, model: ContiguousModel, ids: Collection[RequestId]
+    ) -> ContiguousBatch | None:
+        """Takes waiting requests, in order, while there is room for their longest answer and for the prefill."""
+        num_free_rows = limits.max_rows - len(self._running_rows())
+        rows: list[LiveRow] = []
+        width = 0
+        for row in self._waiting.values():
+            if row.id not in ids:
+                continue
+            width = max(width, len(row.token_ids))
+            if len(rows) == num_free_rows or (rows and (len(rows) + 1) * width > limits.max_prefill_tokens):
+                break
+            rows.append(row)
+        for row in rows:
+            del self._waiting[row.id]
+        return ContiguousBatch(rows, model.make_cache(limits.max_total_tokens), model.device) if rows else None
+
+    def _join_running(self, ids: Collection[RequestId]) -> ContiguousBatch | None:
+        """Takes the running rows of some ids out of their batches, as one batch."""
+        touched = self._batches_with(ids)
+        self._batches = [batch for batch in self._batches if batch not in touched]
+        with torch.inference_mode(), self._dropped_on_failure([row for batch in touched for row in batch.rows]):
+            rest = split_rest(touched, ids)
+            joined = join_rows(touched, ids)
+        self._batches += rest
+        return joined
+
+    def _keep(self, batch: ContiguousBatch, ids: Collection[RequestId]) -> None:
+        """Puts a batch among the running ones, without the rows that ended."""
+        with torch.inference_mode():
+            kept = join_rows([batch], ids)
+        if kept is not None:
+            self._batches.append(kept)
+
+    def _compute(
+        self, model: ContiguousModel, batch: ContiguousBatch
+    ) -> tuple[list[SampledToken], dict[RequestId, tuple[float, ...]]]:
+        """Runs the rows' new tokens; the next token of each row, and the prompt's log-probabilities where asked for."""
+        wants_logprobs = [
+            (index, row)
+            for index, row in enumerate(batch.rows)
+            if row.request.params.prefill_logprobs and row.num_generated_tokens == 0
+        ]
+        logits = model.forward(batch.make_input(), batch.cache, needs_all_logits=bool(wants_logprobs))
+        prompt_logprobs = {row.id: _prompt_logprobs(logits[index], row) for index, row in wants_logprobs}
+        batch.mark_computed()
+        last_logits = logits[:, -1] if wants_logprobs else logits
+        return self._sampler.sample(last_logits, [row.sampling for row in batch.rows]), prompt_logprobs
+
+    def _take_token(self, row: LiveRow, sampled: SampledToken, prompt_logprobs: tuple[float, ...] | None) -> StepOutput:
+        params, token_id = row.request.params, sampled.token.token_id
+        row.token_ids.append(token_id)
+        eos_token_ids = self._info.model.eos_token_ids
+        return StepOutput(
+            request_id=row.id,
+            token=sampled.token,
+            top_tokens=sampled.top_tokens,
+            prefill_logprobs=prompt_logprobs,
+            num_cached_tokens=0,
+            finish_reason=find_finish_reason(params, row.num_generated_tokens, token_id, eos_token_ids),
+            seed=row.sampling.seed if params.is_sampled else None,
+        )
+
+    @contextmanager
+    def _dropped_on_failure(self, rows: Iterable[LiveRow]) -> Iterator[None]:
+        """The rows are in no batch of ours while they run, so that forgetting them is all that a failure needs."""
+        ids = [row.id for row in rows]
+        try:
+            yield
+        except Exception as error:
+            raise StepError(f"a step failed: {type(error).__name__}: {error}", ids) from error
+
+    def _batches_with(self, ids: Collection[RequestId]) -> list[ContiguousBatch]:
+        return [batch for batch in self._batches if any(row.id in ids for row in batch.rows)]
+
+    def _running_rows(self) -> list[LiveRow]:
+        return [row for batch in self._batches for row in batch.rows]
+
+    def _live_ids(self) -> set[RequestId]:
+        return {*self._waiting, *(row.id for row in self._running_rows())}
+
+    def _require_model(self) -> ContiguousModel:
+        if self._model is None:
+            raise UnavailableError("the backend is closed")
+        return self._model
+
+    def _require_limits(self) -> ContiguousLimits:
+        self._require_model()
+        if self._limits is None:
+            raise UnavailableError("the backend is not warmed up; call warmup first")
+        return self._limits
+
+
+def _describe(config: ResolvedConfig, model: ContiguousModel) -> BackendInfo:
+    return BackendInfo(
+        backend="contiguous",
+        model=model.spec,
+        device=config.device,
+        dtype=config.dtype,
+        kv_dtype=config.cache.kv_dtype,
+        attention_kernels=model.attention_name,
+        block_size=1,
+        requires_padding=True,
+        can_chunk_prefill=False,
+        has_prefix_cache=False,
+    )
+
+
+def _prompt_logprobs(logits: torch.Tensor, row: LiveRow) -> tuple[float, ...]:
+    """Of a row's left-padded logits, [num_columns, vocab_size]: one a prompt token, the first NaN."""
+    next_ids = torch.tensor(row.token_ids[1:], dtype=torch.int64, device=logits.device)
+    num_tokens = len(row.token_ids)
+    return (math.nan, *prefill_logprobs(logits[-num_tokens:-1], next_ids).tolist())

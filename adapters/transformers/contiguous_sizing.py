@@ -1,0 +1,101 @@
+"""How many tokens a contiguous cache holds: memory budget and machine in, capacity out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped, unused-ignore]  # its stubs are in the extra dev
+import torch
+
+from pagedkv.plugin.config import MemoryBlocks, MemoryBytes, ResolvedConfig
+from pagedkv.plugin.errors import CapacityError
+from pagedkv.plugin.interface import WarmupLimits
+from pagedkv.plugin.model_spec import ModelSpec
+
+_HOST_SHARE = 0.5
+"""Of the available host memory: other programs live there too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousLimits:
+    """What is accepted, and how much runs at once."""
+
+    max_input_tokens: int
+    max_total_tokens: int
+    """Room that each row reserves."""
+    max_prefill_tokens: int
+    """Rows × width of one prefill; a single prompt may have more."""
+    max_rows: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The lengths of requests, as asked for or else configured."""
+
+    max_input_tokens: int
+    max_total_tokens: int
+    is_total_demanded: bool
+    """Whether a capacity below max_total_tokens is an error; else the limit follows the capacity."""
+
+
+def resolve_lengths(wanted: WarmupLimits, config: ResolvedConfig, model: ModelSpec) -> Lengths:
+    """Raises CapacityError for more than the model has positions, or for a prompt that leaves no room for output."""
+    max_total_tokens = wanted.max_total_tokens or config.max_total_tokens
+    if max_total_tokens > model.max_position_tokens:
+        raise CapacityError(
+            f"max_total_tokens of {max_total_tokens} is asked for, but the model was made for "
+            f"{model.max_position_tokens} tokens; lower it"
+        )
+    max_input_tokens = wanted.max_input_tokens or min(config.max_input_tokens, max_total_tokens - 1)
+    if max_input_tokens >= max_total_tokens:
+        raise CapacityError(
+            f"max_input_tokens of {max_input_tokens} must be below max_total_tokens of {max_total_tokens}, which also "
+            "counts the output"
+        )
+    return Lengths(max_input_tokens, max_total_tokens, wanted.max_total_tokens > 0)
+
+
+def compute_limits(
+    lengths: Lengths, wanted: WarmupLimits, config: ResolvedConfig, *, bytes_per_token: int, activation_bytes: int
+) -> ContiguousLimits:
+    """The capacity, and how many requests it holds at once when each reserves `max_total_tokens`.
+
+    Args:
+        activation_bytes: the most that one step needs beside weights and cache.
+
+    Raises:
+        CapacityError: the budget does not hold one request of the limits that were asked for.
+    """
+    max_sequences = min(config.scheduler.max_num_sequences, wanted.max_batch_size or config.scheduler.max_num_sequences)
+    capacity_tokens = _budget_bytes(config, bytes_per_token, activation_bytes) // bytes_per_token
+    if not isinstance(config.cache.budget, (MemoryBlocks, MemoryBytes)):
+        capacity_tokens = min(capacity_tokens, max_sequences * lengths.max_total_tokens)
+    needed_tokens = lengths.max_total_tokens if lengths.is_total_demanded else 2
+    if capacity_tokens < needed_tokens:
+        raise CapacityError(
+            f"the memory budget holds {capacity_tokens} tokens of {bytes_per_token} bytes, one request reserves "
+            f"{lengths.max_total_tokens}: raise cache.memory, cache.num_blocks or cache.memory_fraction, or lower "
+            "limits.max_total_tokens"
+        )
+    max_total_tokens = min(lengths.max_total_tokens, capacity_tokens)
+    return ContiguousLimits(
+        max_input_tokens=min(lengths.max_input_tokens, max_total_tokens - 1),
+        max_total_tokens=max_total_tokens,
+        max_prefill_tokens=wanted.max_prefill_tokens or config.scheduler.max_step_tokens,
+        max_rows=min(capacity_tokens // max_total_tokens, max_sequences),
+        capacity_tokens=capacity_tokens,
+    )
+
+
+def _budget_bytes(config: ResolvedConfig, bytes_per_token: int, activation_bytes: int) -> int:
+    budget = config.cache.budget
+    if isinstance(budget, MemoryBlocks):
+        return budget.num_blocks * config.cache.block_size * bytes_per_token
+    if isinstance(budget, MemoryBytes):
+        return budget.num_bytes
+    if config.device.type != "cuda":
+        return max(0, int(psutil.virtual_memory().available * _HOST_SHARE * budget.fraction) - activation_bytes)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(config.device)
+    allowed_bytes = int(total_bytes * budget.fraction) - torch.cuda.memory_reserved(config.device)
+    return max(0, min(allowed_bytes, free_bytes) - activation_bytes)

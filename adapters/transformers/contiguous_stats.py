@@ -1,0 +1,90 @@
+"""What the contiguous backend counts, and how its bookkeeping is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pagedkv.plugin.errors import IntegrityError
+from pagedkv.plugin.requests import Request, RequestId
+from pagedkv.plugin.stats import BackendStats
+
+from .contiguous_batch import ContiguousBatch, LiveRow
+from .contiguous_sizing import ContiguousLimits
+
+
+@dataclass(slots=True)
+class Counters:
+    """Only grow, also over a second warm-up."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+    def count_request(self, request: Request) -> None:
+        self.num_requests += 1
+        self.prompt_tokens += len(request.prompt_ids)
+
+    def count_step(self, outputs: Collection[object]) -> None:
+        self.steps += 1
+        self.generated_tokens += len(outputs)
+
+
+def make_stats(
+    counters: Counters,
+    limits: ContiguousLimits | None,
+    running: Sequence[LiveRow],
+    num_waiting: int,
+    bytes_per_token: int,
+) -> BackendStats:
+    """A running request holds room for `max_total_tokens`; a block is one slot of it."""
+    num_total = limits.capacity_tokens if limits else 0
+    num_reserved = len(running) * limits.max_total_tokens if limits else 0
+    num_used = sum(row.num_computed_tokens for row in running)
+    return BackendStats(
+        running=len(running),
+        waiting=num_waiting,
+        num_total_blocks=num_total,
+        num_used_blocks=num_reserved,
+        num_cached_blocks=0,
+        num_free_blocks=num_total - num_reserved,
+        block_size=1,
+        num_used_slots=num_used,
+        kv_bytes_in_use=num_used * bytes_per_token,
+        kv_bytes_reserved=num_reserved * bytes_per_token,
+        kv_bytes_total=num_total * bytes_per_token,
+        prefix_cache_query_tokens=0,
+        prefix_cache_hit_tokens=0,
+        saved_prefill_tokens=0,
+        prompt_tokens=counters.prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        recomputed_tokens=0,
+        preemptions=0,
+        evictions=0,
+        copies=0,
+        steps=counters.steps,
+    )
+
+
+def check_rows(
+    limits: ContiguousLimits, waiting: Collection[RequestId], batches: Sequence[ContiguousBatch], bytes_per_token: int
+) -> None:
+    """Recomputes from rows and tensors. Raises IntegrityError where they disagree."""
+    ids = [row.id for batch in batches for row in batch.rows]
+    _require(len(set(ids)) == len(ids), "a request runs twice")
+    _require(not set(waiting).intersection(ids), "a request waits and runs at once")
+    _require(len(ids) <= limits.max_rows, f"{len(ids)} rows run, there is room for {limits.max_rows}")
+    for batch in batches:
+        known = [len(row.token_ids) - 1 for row in batch.rows]
+        computed = [row.num_computed_tokens for row in batch.rows]
+        num_columns = batch.cache.num_columns
+        reserved_bytes = len(batch.rows) * limits.max_total_tokens * bytes_per_token
+        _require(computed == known, f"rows of {known} known tokens have {computed} computed, not all but the newest")
+        _require(num_columns == max(known), f"rows of {known} tokens are {num_columns} columns wide")
+        _require(batch.cache.num_reserved_bytes == reserved_bytes, "a batch holds other room than it reserved")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise IntegrityError(message)
