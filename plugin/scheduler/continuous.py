@@ -116,13 +116,16 @@ class ContinuousScheduler:
         self._refuse_other_plan(plan)
         _refuse_wrong_result(plan, new_tokens, ended)
         self._open_plan = None
+        num_recomputed_tokens = 0
         for row in plan.scheduled:
             sequence = self._live[row.id]
-            self._advance(sequence, row.start + row.num_tokens)
+            num_recomputed_tokens += sequence.advance(row.num_tokens)
+            self._cache.commit(sequence.id, sequence.num_computed_tokens)
             if row.id in ended:
                 self._remove(sequence)
             elif row.is_last_chunk:
                 sequence.token_ids.append(new_tokens[row.id])
+        self._recompute_meter.count(plan.num_tokens, num_recomputed_tokens)
 
     def fail(self, plan: StepPlan) -> None:
         """Releases the sequences of a plan that did not run to its end. Raises IntegrityError, as `commit` does."""
@@ -236,14 +239,6 @@ class ContinuousScheduler:
         sequence.is_running = True
         insort(self._running, sequence, key=_by_arrival)
         draft.add(sequence, num_tokens, grant.copies)
-
-    def _advance(self, sequence: SequenceState, num_computed_tokens: int) -> None:
-        num_tokens = num_computed_tokens - sequence.num_computed_tokens
-        num_before = sequence.max_computed_tokens - sequence.num_computed_tokens
-        self._recompute_meter.count(num_tokens, max(0, min(num_tokens, num_before)))
-        sequence.max_computed_tokens = max(num_computed_tokens, sequence.max_computed_tokens)
-        sequence.num_computed_tokens = num_computed_tokens
-        self._cache.commit(sequence.id, num_computed_tokens)
 
     def _remove(self, sequence: SequenceState) -> None:
         self._cache.release(sequence.id)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pagedkv.plugin.interface import CacheManager
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.scheduler.sequence import SequenceState
 from pagedkv.plugin.step_plan import BlockCopy, ScheduledSequence, StepPlan
-
-
-@dataclass(slots=True)
-class DraftRow:
-    sequence: SequenceState
-    num_tokens: int
-    copies: tuple[BlockCopy, ...]
 
 
 class StepDraft:
@@ -26,7 +17,9 @@ class StepDraft:
         self.is_cache_full = False
         """Whether a running sequence asked for blocks in vain, if only at first."""
         self.preempted: list[RequestId] = []
-        self._rows: dict[RequestId, DraftRow] = {}
+        self._rows: dict[RequestId, tuple[SequenceState, int]] = {}
+        """By sequence: its number of tokens."""
+        self._copies: dict[RequestId, tuple[BlockCopy, ...]] = {}
 
     def __contains__(self, sequence: SequenceState) -> bool:
         return sequence.id in self._rows
@@ -35,35 +28,42 @@ class StepDraft:
         return len(self._rows)
 
     def add(self, sequence: SequenceState, num_tokens: int, copies: tuple[BlockCopy, ...]) -> None:
-        self._rows[sequence.id] = DraftRow(sequence, num_tokens, copies)
+        self._rows[sequence.id] = (sequence, num_tokens)
         self.num_tokens_left -= num_tokens
+        if copies:
+            self._copies[sequence.id] = copies
 
     def drop(self, sequence: SequenceState) -> None:
         """Takes a sequence out that lost its blocks, and its copies with it: their targets are others' blocks now."""
-        row = self._rows.pop(sequence.id, None)
-        if row is not None:
-            self.num_tokens_left += row.num_tokens
+        _, num_tokens = self._rows.pop(sequence.id, (sequence, 0))
+        self.num_tokens_left += num_tokens
+        self._copies.pop(sequence.id, None)
         self.preempted.append(sequence.id)
 
     def build(self, step: int, cache: CacheManager) -> StepPlan:
         """The plan; rows with one token come first, older before newer."""
-        rows = sorted(self._rows.values(), key=lambda row: (row.num_tokens != 1, row.sequence.arrival))
+        rows = sorted(self._rows.values(), key=_plan_order)
         return StepPlan(
             step=step,
-            scheduled=tuple(_schedule_row(row, cache) for row in rows),
-            copies=tuple(copy for row in rows for copy in row.copies),
+            scheduled=tuple([_schedule_row(sequence, num_tokens, cache) for sequence, num_tokens in rows]),
+            copies=tuple(copy for copies in self._copies.values() for copy in copies),
             preempted=tuple(self.preempted),
         )
 
 
-def _schedule_row(row: DraftRow, cache: CacheManager) -> ScheduledSequence:
-    sequence = row.sequence
+def _plan_order(row: tuple[SequenceState, int]) -> tuple[bool, int]:
+    sequence, num_tokens = row
+    return num_tokens != 1, sequence.arrival
+
+
+def _schedule_row(sequence: SequenceState, num_tokens: int, cache: CacheManager) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
     assert sequence.num_cached_tokens is not None
     return ScheduledSequence(
         id=sequence.id,
-        start=sequence.num_computed_tokens,
-        num_tokens=row.num_tokens,
+        start=start,
+        num_tokens=num_tokens,
         block_table=cache.block_table(sequence.id),
-        is_last_chunk=row.num_tokens == sequence.num_tokens_left,
+        is_last_chunk=start + num_tokens == len(sequence.token_ids),
         num_cached_tokens=sequence.num_cached_tokens,
     )

@@ -70,6 +70,16 @@ class SequenceState:
         """Tokens in the cache once all known and `num_more_tokens` generated ones are, or the sequence has ended."""
         return min(len(self.token_ids) + num_more_tokens, self.max_cache_tokens)
 
+    def advance(self, num_tokens: int) -> int:
+        """Counts the next tokens as computed; returns how many of them had been computed before."""
+        start = self.num_computed_tokens
+        self.num_computed_tokens = end = start + num_tokens
+        if end > self.max_computed_tokens:
+            num_before = max(self.max_computed_tokens - start, 0)
+            self.max_computed_tokens = end
+            return num_before
+        return num_tokens
+
     def lose_blocks(self) -> None:
         """Back to nothing computed, as preemption does."""
         self.is_running = False

@@ -99,7 +99,7 @@ def test_an_unknown_environment_variable_is_refused_and_foreign_ones_are_not() -
 
 
 def test_an_unreadable_or_malformed_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can't read the config file .*missing.toml"):
+    with pytest.raises(ConfigError, match=r"can't read the config file .*missing\.toml"):
         load_config(tmp_path / "missing.toml", environ={})
     with pytest.raises(ConfigError, match="not a valid TOML file"):
         load_config(write_config(tmp_path, "[cache"), environ={})

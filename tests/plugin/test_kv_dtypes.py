@@ -84,7 +84,7 @@ def test_every_known_name_is_found_and_an_unknown_one_lists_them() -> None:
     names = known_kv_dtypes()
     assert {"bf16", "fp16", "fp32"} <= set(names)
     assert [find_kv_dtype(name).name for name in names] == names
-    with pytest.raises(ConfigError, match="unknown KV dtype 'fp7'; known: .*bf16"):
+    with pytest.raises(ConfigError, match=r"unknown KV dtype 'fp7'; known: .*bf16"):
         find_kv_dtype("fp7")
 
 
