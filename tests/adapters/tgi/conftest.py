@@ -30,7 +30,7 @@ from pagedkv.plugin.stats import BackendStats
 EOS_ID = 1
 NUM_SPECIAL_IDS = 2
 MAX_TOTAL_TOKENS = 256
-CALL_TIMEOUT_S = 30
+CALL_TIMEOUT_S = 120
 
 
 class ByteTokenizer:
@@ -251,14 +251,14 @@ def serving(loop_thread: LoopThread) -> Callable[..., Any]:
     def serve(backend: Any, tokenizer: Any, folder: Path, **options: Any) -> Iterator[SimpleNamespace]:
         own = ("rank", "num_shards", "abandoned_batch_timeout_s")
         places = {key: options.pop(key) for key in own if key in options}
-        is_warm = options.pop("is_warm", True)
+        limits = options.pop("warmup_limits", WarmupLimits())
         config = ServerSection(uds_path=str(folder / "tgi"), **options)
 
         async def start() -> GenerationServer:
             server = GenerationServer(backend, tokenizer, config, **places)
             await server.start()
-            if is_warm:
-                await server.warm_up(WarmupLimits())
+            if limits is not None:
+                await server.warm_up(limits)
             return server
 
         server = loop_thread.call(start())

@@ -110,7 +110,7 @@ class TestStandardServices:
         assert names == {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
     def test_the_standard_health_service_follows_the_warm_up(self, backend, make_tokenizer, serving, tmp_path):
-        with serving(backend, make_tokenizer(), tmp_path, is_warm=False) as served:
+        with serving(backend, make_tokenizer(), tmp_path, warmup_limits=None) as served:
             assert standard_health(served.wire.channel) == "NOT_SERVING"
             served.wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=8))
             wait_for_health(served.wire.channel, "SERVING")

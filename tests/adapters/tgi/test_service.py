@@ -219,7 +219,7 @@ class TestStartUp:
             assert not served.wire.stub.Info(pb.InfoRequest()).support_chunking
 
     def test_a_server_is_healthy_from_its_warm_up_on(self, backend, make_tokenizer, serving, tmp_path):
-        with serving(backend, make_tokenizer(), tmp_path, is_warm=False) as served:
+        with serving(backend, make_tokenizer(), tmp_path, warmup_limits=None) as served:
             wire = served.wire
             assert wire.refused(wire.health)[0] == UNAVAILABLE
             assert wire.refused(lambda: wire.prefill(1, wire.request(1, "a")))[0] == UNAVAILABLE

@@ -16,12 +16,16 @@ from google.protobuf import json_format
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.plugin.assemble import assemble
 from pagedkv.plugin.config import load_config
+from pagedkv.plugin.interface import WarmupLimits
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 NUM_BLOCKS = {"paged": 192, "contiguous": 2048}
 """Of 16 tokens, by backend. A contiguous cache needs room for the longest answer of every row of the largest batch."""
 LOGPROB_TOLERANCE = 1e-3
 MAX_TOTAL_TOKENS = 2048  # What the recorded warm-up asks for.
+
+
+WARMUP_LIMITS = WarmupLimits(max_prefill_tokens=512, max_batch_size=8)
 
 
 class Stream:
@@ -128,6 +132,10 @@ class Golden:
         assert found.HasField("generated_text") == recorded.HasField("generated_text")
         assert found.generated_text == recorded.generated_text
 
+    def warm_up(self) -> None:
+        """Back to the limits that all traces but the start-up's are played under."""
+        self.served.call(self.served.server.warm_up(WARMUP_LIMITS))
+
     def assert_idle(self) -> None:
         """Ends what a trace left running; nothing of it stays behind."""
         self.wire.clear()
@@ -156,7 +164,8 @@ def golden_server(
         "scheduler.max_step_tokens": 512,
     }
     assembly = assemble(load_config(overrides=keys, environ={}))
-    with serving(assembly.backend, assembly.tokenizer, tmp_path_factory.mktemp("golden")) as served:
+    folder = tmp_path_factory.mktemp("golden")
+    with serving(assembly.backend, assembly.tokenizer, folder, warmup_limits=WARMUP_LIMITS) as served:
         served.tokenizer = assembly.tokenizer
         yield Golden(served, request.param)
     assembly.backend.close()
