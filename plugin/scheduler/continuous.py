@@ -94,7 +94,7 @@ class ContinuousScheduler:
         eligible = None if only is None else frozenset(only)
         draft = StepDraft(self._max_step_tokens)
         self._extend_running(draft, eligible)
-        # Room that is missing inside is not given away to somebody outside.
+        # While running sequences lack room, nobody new gets any.
         if not draft.is_cache_full:
             self._admit_waiting(draft, eligible)
         plan = draft.build(self._num_steps, self._cache)
