@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.adapters.tgi.server import GenerationServer
+from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address, shard_path
 from pagedkv.plugin.assemble import Assembly, assemble
 from pagedkv.plugin.config import AUTO, Config
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
@@ -101,12 +102,21 @@ def run_server(config: Config, announce: Callable[[ServerSummary], None], *, ran
     Raises:
         PagedKVError: config, plugins, model or address can't be served; the text says what to change.
     """
+    _check_addresses(config, rank)
     assembly = assemble(config)
     logger.info("resolved config: %s", json.dumps(_plain({**_as_dict(assembly.config), "server": config.server})))
     try:
         return asyncio.run(_serve(assembly, config, announce, rank, num_shards))
     finally:
         assembly.backend.close()
+
+
+def _check_addresses(config: Config, rank: int) -> None:
+    """Finds a bad address before the model is loaded, which takes long."""
+    if config.server.listen:
+        parse_listen_address(config.server.listen)
+    if config.server.uds_path:
+        claim_socket_path(shard_path(config.server.uds_path, rank))
 
 
 async def _serve(
