@@ -113,6 +113,7 @@ class ContiguousBackend:
         return sorted(outputs, key=lambda output: arrivals[output.request_id])
 
     def abort(self, ids: Collection[RequestId]) -> None:
+        ids = set(ids)
         for id_ in ids:
             self._waiting.pop(id_, None)
         for batch in self._batches_with(ids):

@@ -15,7 +15,6 @@ from .checkpoint import load_causal_model, load_model_config
 from .contiguous_batch import PaddedInput
 from .contiguous_cache import ReservedCache
 from .description import describe_checkpoint
-from .rope import refuse_varying_frequencies
 
 
 class ContiguousModel:
@@ -37,7 +36,6 @@ class ContiguousModel:
         """Raises ConfigError and UnsupportedError as the model adapter does."""
         spec = describe_checkpoint(config.model).with_dtype(config.dtype)
         model_config = load_model_config(config.model)
-        refuse_varying_frequencies(model_config, config.max_total_tokens)
         model = load_causal_model(
             config.model, model_config, dtype=config.dtype, device=config.device, attn_implementation=None
         )

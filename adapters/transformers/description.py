@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -15,6 +16,9 @@ from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 
 from .checkpoint import architecture_name, build_meta_model, load_generation_config, load_model_config
+from .rope import find_fixed_positions
+
+logger = logging.getLogger(__name__)
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OTHER_MODALITIES = ("vision_config", "audio_config", "image_config", "speech_config")
@@ -124,10 +128,14 @@ def _stated_dtype(config: Any) -> torch.dtype:
 
 
 def _max_positions(config: Any) -> int:
-    positions = getattr(config, "max_position_embeddings", None)
+    name, positions = architecture_name(config), getattr(config, "max_position_embeddings", None)
     if not positions:
-        raise UnsupportedError(f"{architecture_name(config)} does not say for how many positions it was made")
-    return int(positions)
+        raise UnsupportedError(f"{name} does not say for how many positions it was made")
+    fixed = find_fixed_positions(config)
+    if fixed is None or fixed >= positions:
+        return int(positions)
+    logger.info("%s is served up to %d positions: its rotary frequencies vary beyond with the batch", name, fixed)
+    return int(fixed)
 
 
 def _eos_token_ids(config: Any, generation: Any) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
 from .checkpoint import load_causal_model, load_model_config
 from .description import describe_checkpoint
 from .probe import probe_layers
-from .rope import refuse_varying_frequencies
 from .tokenizer import TransformersTokenizer
 
 
@@ -50,7 +49,6 @@ class TransformersModel:
         """
         spec = describe_checkpoint(config.model).with_dtype(config.dtype)
         model_config = load_model_config(config.model)
-        refuse_varying_frequencies(model_config, config.max_total_tokens)
         model = load_causal_model(
             config.model, model_config, dtype=config.dtype, device=device, attn_implementation=ATTENTION_NAME
         )

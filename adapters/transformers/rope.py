@@ -1,32 +1,23 @@
-"""Rotary positions whose frequencies depend on the longest sequence of a batch are not served beyond that point."""
+"""Rotary positions whose frequencies depend on the longest sequence of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pagedkv.plugin.errors import UnsupportedError
 
-from .checkpoint import architecture_name
+def find_fixed_positions(model_config: Any) -> int | None:
+    """Up to how many positions the rotary frequencies stay as they are; None where they always do.
 
-
-def refuse_varying_frequencies(model_config: Any, max_total_tokens: int) -> None:
-    """transformers' `longrope` and `dynamic` change the frequencies of a whole batch with its largest position: a
-    sequence's keys would depend on its neighbours, and cached ones would be wrong.
-
-    Raises:
-        UnsupportedError: sequences may become longer than the positions up to which the frequencies stay.
+    transformers' `longrope` and `dynamic` switch the frequencies of a whole batch by its largest position. Beyond this
+    point a sequence's keys would depend on its neighbours, and those in a cache would be wrong.
     """
-    for parameters in _rope_parameters(model_config):
-        rope_type = parameters.get("rope_type", "default")
-        if "dynamic" not in rope_type and rope_type != "longrope":
-            continue
-        fixed = parameters.get("original_max_position_embeddings") or model_config.max_position_embeddings
-        if max_total_tokens > fixed:
-            raise UnsupportedError(
-                f"{architecture_name(model_config)} changes its rotary frequencies ({rope_type}) for the whole batch "
-                f"when one sequence is longer than {fixed} tokens; set limits.max_total_tokens to {fixed} or less"
-            )
+    fixed = [
+        parameters.get("original_max_position_embeddings") or model_config.max_position_embeddings
+        for parameters in _rope_parameters(model_config)
+        if "dynamic" in parameters.get("rope_type", "default") or parameters.get("rope_type") == "longrope"
+    ]
+    return min(fixed, default=None)
 
 
 def _rope_parameters(model_config: Any) -> Iterator[Mapping[str, Any]]:

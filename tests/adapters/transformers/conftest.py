@@ -121,6 +121,15 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices on several threads are all waiting, the more so the busier the machine is."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

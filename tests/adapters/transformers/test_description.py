@@ -122,3 +122,16 @@ def test_bidirectional_models_are_refused(tiny_model: TinyModel, tmp_path: Path)
     path = edit_config(tiny_model("gemma3"), tmp_path, use_bidirectional_attention=True)
     with pytest.raises(UnsupportedError, match="looks ahead"):
         TransformersModel.describe(settings_of(path))
+
+
+def test_a_model_is_served_up_to_where_its_rotary_frequencies_vary_with_the_batch(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for rope, positions in [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}, 32),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+    ]:
+        path = edit_config(tiny_model("llama"), tmp_path, rope_parameters={"rope_theta": 10000.0, **rope})
+        assert TransformersModel.describe(settings_of(path)).max_position_tokens == positions

@@ -56,7 +56,7 @@ def test_chunks_mixed_with_decodes_give_the_dense_logits(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_windows_softcaps_and_sinks_matter_in_these_models(
+def test_windows_and_softcaps_matter_in_these_models(
     tiny_model: TinyModel, resolved: Resolve, paged_batch: Any
 ) -> None:
     """The comparison above would be empty for them if the tiny models gave equal logits without."""
@@ -137,24 +137,6 @@ def test_a_model_whose_layers_miss_the_context_is_refused_by_name(
     config = resolved(tiny_model(name))
     with pytest.raises(UnsupportedError, match=reason):
         TransformersModel.load(config, CPU)
-
-
-def test_rope_frequencies_that_vary_with_the_batch_are_refused_beyond_their_fixed_range(
-    tiny_model: TinyModel, resolved: Resolve, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_model("llama"), tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"] = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 32,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"set limits\.max_total_tokens to 32 or less"):
-        TransformersModel.load(resolved(tmp_path), CPU)
-    TransformersModel.load(resolved(tmp_path, limits={"max_total_tokens": 32}), CPU)
 
 
 def test_weights_that_lack_a_parameter_are_refused_instead_of_made_up(
