@@ -174,8 +174,11 @@ def _attend_prefill(
             visible = _visible(chunk_positions - positions[:, None], options.sliding_window)
             outputs.append(_attend_fused(chunk_q, chunk_k, chunk_v, visible, options.scale))
         else:
-            dense = (x[None] for x in (chunk_q, chunk_k, chunk_v, positions, chunk_positions))
-            outputs.append(_attend_dense(*dense, options)[0])
+            outputs.append(
+                _attend_dense(
+                    chunk_q[None], chunk_k[None], chunk_v[None], positions[None], chunk_positions[None], options
+                )[0]
+            )
     return torch.cat(outputs)
 
 
@@ -190,9 +193,10 @@ def _attend_fused(
 ) -> torch.Tensor:
     """torch's fused attention of one sequence; `visible`: [num_queries, num_keys], None is causal from token 0."""
     dtype = torch.promote_types(q.dtype, k.dtype)
-    heads_first = (x.to(dtype).transpose(0, 1)[None] for x in (q, k, v))
+    queries, keys, values = (x.to(dtype).transpose(0, 1)[None] for x in (q, k, v))
+    is_grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
-        *heads_first, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        queries, keys, values, visible, is_causal=visible is None, scale=scale, enable_gqa=is_grouped
     )
     return out[0].transpose(0, 1).to(q.dtype)
 
@@ -217,10 +221,12 @@ def _attend_dense(
     Returns:
         [num_rows, num_queries, num_heads, v_head_dim] in the dtype of q.
     """
+    num_rows, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
-    grouped = q.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    scores = (grouped.flatten(2, 3) @ k.float().permute(0, 2, 3, 1)).unflatten(2, grouped.shape[2:4])
-    scores = scores.mul_(options.scale)
+    group = num_heads // num_kv_heads
+    grouped = q.float().view(num_rows, num_queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    scores = grouped.flatten(2, 3) @ k.float().permute(0, 2, 3, 1)
+    scores = scores.view(num_rows, num_kv_heads, group, num_queries, -1).mul_(options.scale)
     if options.softcap is not None:
         scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
     distances = k_positions[:, None, :] - q_positions[:, :, None]
@@ -229,7 +235,8 @@ def _attend_dense(
         scores += slopes * distances[:, None, None]
     scores.masked_fill_(~_visible(distances, options.sliding_window)[:, None, None], -torch.inf)
     weights = _softmax(scores, options.sinks)
-    out = (weights.flatten(2, 3) @ v.float().transpose(1, 2)).unflatten(2, grouped.shape[2:4])
+    out = weights.flatten(2, 3) @ v.float().transpose(1, 2)
+    out = out.view(num_rows, num_kv_heads, group, num_queries, -1)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from pagedkv.plugin.errors import PagedKVError
+
 SOURCE_DIR = Path(__file__).parent / "csrc"
 OPTIMIZATION_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math")
 LIBRARY_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fopenmp")
@@ -29,7 +31,7 @@ _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 _TIMEOUT_S = 300
 
 
-class CompilerError(Exception):
+class CompilerError(PagedKVError):
     """There is no library for this machine; the text says why."""
 
 
@@ -92,7 +94,6 @@ def _run(command: Sequence[str]) -> None:
         raise CompilerError(f"the C compiler {command[0]} failed: {' | '.join(lines[:3])}")
 
 
-@cache
 def _find_compiler() -> str:
     named = os.environ.get("CC", "")
     for name in (named, *_COMPILERS):
@@ -131,7 +132,6 @@ def _cpu_description() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
-@cache
 def _cache_dir() -> Path:
     """The user's cache directory, or one for this process alone where that can't be written."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

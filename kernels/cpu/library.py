@@ -89,9 +89,7 @@ class AttentionLibrary:
         """Writes the attention of q: [num_tokens, num_heads, head_dim] to out: [num_tokens, num_heads, v_head_dim]."""
         spec = storage.spec
         seq_lens, cu_seqlens_q = metadata.seq_lens.contiguous(), metadata.cu_seqlens_q.contiguous()
-        sinks, slopes = (
-            None if x is None else x.float().contiguous() for x in (options.sinks, options.alibi_slopes)
-        )
+        sinks, slopes = (None if x is None else x.float().contiguous() for x in (options.sinks, options.alibi_slopes))
         arguments = _AttendArgs(
             q=q.data_ptr(),
             out=out.data_ptr(),

@@ -4,8 +4,8 @@ Within a block a head's keys lie channel by channel and its values token by toke
 tokens in the one product and channels in the other, and no sum crosses lanes. bf16 lies in pairs along the direction
 of the sum: two steps widen to floats by a shift and a mask, and AVX-512-BF16 multiplies pairs as they are.
 
-    k: [num_blocks, num_kv_heads, head_dim, block_size]      bf16: [num_blocks, num_kv_heads, head_dim / 2, block_size, 2]
-    v: [num_blocks, num_kv_heads, block_size, v_head_dim]    bf16: [num_blocks, num_kv_heads, block_size / 2, v_head_dim, 2]
+    k: [num_blocks, num_kv_heads, head_dim, block_size]      bf16: [..., head_dim / 2, block_size, 2]
+    v: [num_blocks, num_kv_heads, block_size, v_head_dim]    bf16: [..., block_size / 2, v_head_dim, 2]
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pagedkv.kernels.cpu.compiler import CompilerError, load_library
-from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary
+from pagedkv.kernels.cpu.library import AttentionLibrary
+from pagedkv.kernels.cpu.memory import allocate_zeros
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
-from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import BF16, KV_DTYPE_OF_TORCH, KVCacheSpec
 from pagedkv.plugin.model_spec import AttentionSpec
@@ -40,6 +40,7 @@ class CpuKernels:
     can_capture_graphs = False
 
     def __init__(self, device: torch.device, compiler_flags: tuple[str, ...] = ()) -> None:
+        """`compiler_flags` come after the native ones: tests build for other instruction sets."""
         self._device = device
         self._compiler_flags = compiler_flags
         self._loaded: AttentionLibrary | None = None
@@ -49,31 +50,31 @@ class CpuKernels:
         return cls(device)
 
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
-        """Why not. Asks last, since the first answer compiles the library, whether there is a compiler."""
+        """Why not. Whether the library can be compiled is asked last: the first time, this takes seconds."""
         reasons = []
         if self._device.type != "cpu":
             reasons.append(f"it needs a CPU, the device is {self._device.type}")
         if cache_spec.kv_dtype not in KV_DTYPE_OF_TORCH.values():
             reasons.append(f"the KV dtype {cache_spec.kv_dtype.name} is not implemented")
-        if dtype not in DTYPE_CODES:
+        if dtype not in KV_DTYPE_OF_TORCH:
             reasons.append(f"queries of {dtype} are not implemented")
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
-        for dim in sorted({spec.head_dim, spec.v_head_dim}):
-            if dim % _HEAD_DIM_MULTIPLE:
-                reasons.append(f"the head size {dim} is no multiple of {_HEAD_DIM_MULTIPLE}")
+        odd_dims = {dim for dim in (spec.head_dim, spec.v_head_dim) if dim % _HEAD_DIM_MULTIPLE}
+        reasons += [f"the head size {dim} is no multiple of {_HEAD_DIM_MULTIPLE}" for dim in sorted(odd_dims)]
         if cache_spec.block_size % 8 or _MAX_BLOCK_SIZE % cache_spec.block_size:
             reasons.append(f"the block size {cache_spec.block_size} is no power of two from 8 to {_MAX_BLOCK_SIZE}")
         return reasons or self._library_faults()
 
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
         size, dim, v_dim = cache_spec.block_size, cache_spec.head_dim, cache_spec.v_head_dim
+        shapes: dict[str, tuple[int, ...]]
         if cache_spec.kv_dtype is BF16:
             shapes = {"k": (dim // 2, size, 2), "v": (size // 2, v_dim, 2)}
         else:
             shapes = {"k": (dim, size), "v": (size, v_dim)}
         tensors = {
-            name: torch.zeros(num_blocks, cache_spec.num_kv_heads, *shape, dtype=cache_spec.kv_dtype.storage)
+            name: allocate_zeros((num_blocks, cache_spec.num_kv_heads, *shape), cache_spec.kv_dtype.storage)
             for name, shape in shapes.items()
         }
         return KVStorage(cache_spec, num_blocks, tensors)
@@ -114,14 +115,12 @@ class CpuKernels:
     @property
     def _library(self) -> AttentionLibrary:
         if self._loaded is None:
-            try:
-                self._loaded = AttentionLibrary(load_library(self._compiler_flags))
-            except CompilerError as error:
-                raise UnsupportedError(f"the cpu kernels can't run here: {error}") from error
+            self._loaded = AttentionLibrary(load_library(self._compiler_flags))
         return self._loaded
 
     def _library_faults(self) -> list[str]:
         try:
-            return [] if self._library else []
-        except UnsupportedError as error:
-            return [str(error.__cause__)]
+            self._loaded = self._library
+        except CompilerError as error:
+            return [str(error)]
+        return []

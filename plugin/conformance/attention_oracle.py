@@ -76,7 +76,7 @@ def make_metadata(rows: Sequence[Row], block_size: int, device: torch.device) ->
         block_table=block_table.to(device),
         slot_mapping=torch.cat(slots).to(device),
         max_query_len=max(num_queries),
-        max_seq_len=max(1, *(row.seq_len for row in rows)) if len(rows) > 1 else max(1, rows[0].seq_len),
+        max_seq_len=max(row.seq_len for row in rows),
         num_decodes=sum(count == 1 for count in num_queries),
     )
 
@@ -98,7 +98,9 @@ def store_tokens(
     for step in steps:
         parts = [
             (Row(start, end - start, row.blocks), row_k[start:end], row_v[start:end])
-            for (row, start, end), row_k, row_v in zip(step, k.split(seq_lens), v.split(seq_lens), strict=True)
+            for (row, start, end), row_k, row_v in zip(
+                step, torch.split(k, seq_lens), torch.split(v, seq_lens), strict=True
+            )
             if end > start
         ]
         parts.sort(key=lambda part: part[0].num_new_tokens > 1)

@@ -362,8 +362,8 @@ class KernelsConformance:
         """Queries, keys and values are slices of one fused projection."""
         spec = _spec(64)
         batch = self._batch(kernels, spec, 16, precision, [(0, 30)])
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        q, k, v = torch.cat([batch.q, batch.k, batch.v], 1).split(heads, 1)
+        heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        q, k, v = torch.split(torch.cat([batch.q, batch.k, batch.v], 1), heads, 1)
         assert not any(x.is_contiguous() for x in (q, k, v))
         storage = replace(
             kernels.allocate(batch.storage.spec, batch.storage.num_blocks), static_scales=batch.storage.static_scales
@@ -474,7 +474,7 @@ class KernelsConformance:
         assert out.shape == (*batch.q.shape[:2], batch.storage.spec.v_head_dim)
         assert out.dtype == batch.q.dtype
         exact, as_torch = [], []
-        for row, q in zip(batch.rows, batch.q.split([row.num_queries for row in batch.rows]), strict=True):
+        for row, q in zip(batch.rows, torch.split(batch.q, [row.num_queries for row in batch.rows]), strict=True):
             k, v = kernels.read(batch.storage, row.slots(batch.storage.spec.block_size).to(self.device))
             exact.append(attend_exactly(q, k, v, batch.options))
             as_torch.append(attend_as_torch(q, k, v, batch.options, q.dtype))

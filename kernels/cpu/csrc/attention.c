@@ -139,10 +139,8 @@ INLINE const char *b_steps(int format, const char *b, int64_t offset, int64_t ld
 INLINE void widen(const int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
     for (int64_t k = 0; k < depth; k += 2) {
         for (int64_t column = 0; column < columns; column += LANES) {
-            vfloat step[2];
-            load_two_steps(format, b, ldb, k, column, step);
-            put(out + k * ldo + column, step[0]);
-            put(out + (k + 1) * ldo + column, step[1]);
+            put(out + k * ldo + column, load_step(format, b, ldb, k, column));
+            put(out + (k + 1) * ldo + column, load_step(format, b, ldb, k + 1, column));
         }
     }
 }

@@ -31,35 +31,33 @@ INLINE vfloat dot_pairs(vfloat sum, uint32_t a, vuint b) {
 
 #define MAX_TILE_ROWS 6  // × 2 vectors are 12 accumulators, which fit 16 registers beside B and a factor of A
 
-// Steps k and k + 1 of the columns from `column` on.
-INLINE void load_two_steps(int format, const void *b, int64_t ldb, int64_t k, int64_t column, vfloat step[2]) {
-    if (format == B_BF16_PAIRS) {
-        vuint pairs = *(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + column);
-        step[0] = (vfloat)(pairs << 16);
-        step[1] = (vfloat)(pairs & 0xffff0000);
-    } else if (format == B_FP32) {
-        step[0] = load((const float *)b + k * ldb + column);
-        step[1] = load((const float *)b + (k + 1) * ldb + column);
-    } else {
-        step[0] = half_to_float((const uint16_t *)b + k * ldb + column);
-        step[1] = half_to_float((const uint16_t *)b + (k + 1) * ldb + column);
-    }
+// Step k of LANES columns from `column` on. The compiler loads a pair once for both of its steps.
+INLINE vfloat load_step(int format, const void *b, int64_t ldb, int64_t k, int64_t column) {
+    if (format == B_FP32) return load((const float *)b + k * ldb + column);
+    if (format == B_FP16) return half_to_float((const uint16_t *)b + k * ldb + column);
+    vuint pairs = *(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + column);
+    return k % 2 ? (vfloat)(pairs & 0xffff0000) : (vfloat)(pairs << 16);
 }
 
-// The last step of an odd depth. Of a pair, the second half is no step: it may hold anything.
-INLINE vfloat load_last_step(int format, const void *b, int64_t ldb, int64_t k, int64_t column) {
-    if (format == B_BF16_PAIRS) {
-        return (vfloat)(*(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + column) << 16);
+// Adds one step to the sums of a tile. Each factor of A is used up before the next is loaded: registers are few.
+INLINE void add_step(const int format, const int rows, const int vectors, const float *a, int64_t lda, const void *b,
+                     int64_t ldb, int64_t k, vfloat sum[MAX_TILE_ROWS][2]) {
+    vfloat step[2];
+#pragma GCC unroll 2
+    for (int n = 0; n < vectors; n++) step[n] = load_step(format, b, ldb, k, n * LANES);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        vfloat factor = splat(a[r * lda + k]);
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; n++) sum[r][n] += factor * step[n];
     }
-    if (format == B_FP32) return load((const float *)b + k * ldb + column);
-    return half_to_float((const uint16_t *)b + k * ldb + column);
 }
 
 // One tile of C: `rows` × (vectors * LANES). All of format, rows and vectors are constants where this is inlined.
 INLINE void multiply_tile(const int format, const int rows, const int vectors, const void *a, int64_t lda, const void *b,
                           int64_t ldb, int64_t depth, float *c, int64_t ldc, int accumulate) {
     // Few rows need a second set of sums to hide the latency of a multiply-add.
-    const int chains = rows * vectors <= 6 ? 2 : 1;
+    const int chains = rows * vectors <= 4 ? 2 : 1;
     vfloat sum[2][MAX_TILE_ROWS][2];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
@@ -82,27 +80,12 @@ INLINE void multiply_tile(const int format, const int rows, const int vectors, c
             }
         }
     } else {
-        const float *factors = a;
+        // An odd depth leaves half of a last pair, which is no step and may hold anything: it is not widened.
         for (; k + 1 < depth; k += 2) {
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; n++) {
-                vfloat step[2];
-                load_two_steps(format, b, ldb, k, n * LANES, step);
-#pragma GCC unroll 6
-                for (int r = 0; r < rows; r++) {
-                    sum[0][r][n] += factors[r * lda + k] * step[0];
-                    sum[chains - 1][r][n] += factors[r * lda + k + 1] * step[1];
-                }
-            }
+            add_step(format, rows, vectors, a, lda, b, ldb, k, sum[0]);
+            add_step(format, rows, vectors, a, lda, b, ldb, k + 1, sum[chains - 1]);
         }
-        if (k < depth) {
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; n++) {
-                vfloat step = load_last_step(format, b, ldb, k, n * LANES);
-#pragma GCC unroll 6
-                for (int r = 0; r < rows; r++) sum[0][r][n] += factors[r * lda + k] * step;
-            }
-        }
+        if (k < depth) add_step(format, rows, vectors, a, lda, b, ldb, k, sum[0]);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {

@@ -34,7 +34,8 @@ typedef vhalf vhalf_any __attribute__((aligned(2), may_alias));
 // How elements are stored; the numbers are those of kernels/cpu/library.py.
 enum { FP32 = 0, BF16 = 1, FP16 = 2 };
 
-INLINE vfloat splat(float x) { return (vfloat){} + x; }
+// Subtracting zero changes no float, so that no instruction is left of it; adding it would turn -0 into 0.
+INLINE vfloat splat(float x) { return x - (vfloat){}; }
 INLINE vfloat load(const float *p) { return *(const vfloat_any *)p; }
 INLINE void put(float *p, vfloat x) { *(vfloat_any *)p = x; }
 INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask)); }
