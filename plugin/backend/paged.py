@@ -59,6 +59,7 @@ class PagedBackend:
         self._config = config
         self._model = model
         self._kernels = kernels
+        self._eos_token_ids = model.spec.eos_token_ids
         self._executor = StepExecutor(config, model, kernels)
         self._sequences: dict[RequestId, LiveSequence] = {}
         self._counters = Counters()
@@ -232,21 +233,18 @@ class PagedBackend:
         )
 
     def _take_token(self, sequence: LiveSequence, sampled: SampledToken) -> StepOutput:
-        params = sequence.request.params
-        is_first = sequence.num_generated_tokens == 0
-        prefill_logprobs = tuple(sequence.prefill_logprobs) if is_first and params.prefill_logprobs else None
-        token_id = sampled.token.token_id
-        sequence.token_ids.append(token_id)
+        token = sampled.token
+        sequence.token_ids.append(token.token_id)
+        num_generated_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+        request = sequence.request
         return StepOutput(
-            request_id=sequence.request.id,
-            token=sampled.token,
-            top_tokens=sampled.top_tokens,
-            prefill_logprobs=prefill_logprobs,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            finish_reason=find_finish_reason(
-                params, sequence.num_generated_tokens, token_id, self._model.spec.eos_token_ids
-            ),
-            seed=sequence.sampling.seed if params.is_sampled else None,
+            request.id,
+            token,
+            sampled.top_tokens,
+            sequence.take_prefill_logprobs(),
+            sequence.num_cached_tokens or 0,
+            find_finish_reason(request.params, num_generated_tokens, token.token_id, self._eos_token_ids),
+            sequence.seed,
         )
 
     def _refuse_closed(self) -> None:

@@ -15,6 +15,13 @@ class LiveSequence:
     arrival: int
     """Counts the requests of this backend; outputs come in this order."""
     sampling: SamplingRow
+    token_ids: list[int]
+    """Prompt and generated tokens: the sampling row's own list."""
+    num_prompt_tokens: int
+    seed: int | None
+    """What outputs report: None for greedy requests."""
+    wants_prefill_logprobs: bool
+    """Whether log-probabilities of the prompt have still to be collected; no longer after the first output."""
     num_cached_tokens: int | None = None
     """None until the sequence is first admitted."""
     prefill_logprobs: list[float] = field(default_factory=list)
@@ -22,25 +29,17 @@ class LiveSequence:
 
     @classmethod
     def create(cls, request: Request, arrival: int) -> LiveSequence:
-        return cls(request, arrival, SamplingRow.create(request.params, list(request.prompt_ids)))
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and generated tokens."""
-        return self.sampling.token_ids
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.sampling.num_prompt_tokens
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def wants_prefill_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt have still to be collected."""
-        return self.request.params.prefill_logprobs and self.num_generated_tokens == 0
+        params = request.params
+        sampling = SamplingRow.create(params, list(request.prompt_ids))
+        return cls(
+            request,
+            arrival,
+            sampling,
+            sampling.token_ids,
+            sampling.num_prompt_tokens,
+            sampling.seed if params.is_sampled else None,
+            params.prefill_logprobs,
+        )
 
     def extend_prefill_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Keeps the log-probabilities that a chunk beginning at `start` gives to the tokens after its own.
@@ -50,3 +49,10 @@ class LiveSequence:
         if start == 0:
             self.prefill_logprobs = [math.nan]
         self.prefill_logprobs.extend(logprobs)
+
+    def take_prefill_logprobs(self) -> tuple[float, ...] | None:
+        """For the first output of a request that wants them; None for any other."""
+        if not self.wants_prefill_logprobs:
+            return None
+        self.wants_prefill_logprobs = False
+        return tuple(self.prefill_logprobs)

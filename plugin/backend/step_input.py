@@ -18,6 +18,8 @@ from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+_NO_TOKENS: Int64Array = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -123,7 +125,9 @@ def _gather_block_tables(rows: tuple[ScheduledSequence, ...]) -> Int32Array:
 def _find_logprob_rows(
     rows: tuple[ScheduledSequence, ...], sequences: Mapping[RequestId, LiveSequence], cu_seqlens_q: Int32Array
 ) -> tuple[Int64Array, Int64Array]:
-    logit_rows, next_ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    logit_rows, next_ids = [_NO_TOKENS], [_NO_TOKENS]
+    if not any(sequences[row.id].wants_prefill_logprobs for row in rows):
+        return _NO_TOKENS, _NO_TOKENS
     for row, first in zip(rows, cu_seqlens_q.tolist(), strict=False):
         num_wanted = num_logprob_tokens(row, sequences[row.id])
         if num_wanted:
