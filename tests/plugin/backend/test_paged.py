@@ -118,7 +118,7 @@ def test_same_long_prompt_four_times_alone_then_among_others_hits_and_stays_equa
         [output, *more] = run(backend, [make_request(attempt, prompt)])[attempt]
         assert token_ids([output, *more]) == wanted
         assert output.num_cached_tokens == (320 if attempt else 0)
-    others = [make_request(10 + i, make_prompt(50, seed=i), 20) for i in range(5)]
+    others = [make_request(10 + i, make_prompt(50, seed=100 + i), 20) for i in range(5)]
     outputs = run(backend, [*others, make_request(4, prompt)])
     assert token_ids(outputs[4]) == wanted
     assert backend.stats().prefix_cache_hit_tokens == 4 * 320
