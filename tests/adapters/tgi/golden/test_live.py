@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import aclosing
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.client import GenerationClient
+from pagedkv.plugin.requests import SamplingParams
 
 LONG_PROMPT = "all work and no play makes Jack a dull boy " * 60
 
@@ -22,17 +26,18 @@ def test_health_answers_within_a_second_while_a_long_prompt_is_prefilled(golden)
 
 
 def test_a_long_stream_whose_client_goes_away_ends_within_a_second_and_spares_the_one_beside_it(golden):
-    beside = golden.wire.request(2, "The capital of France is", max_new_tokens=4)
-    endless = golden.wire.request(
-        1, "Once upon a time", max_new_tokens=1500, stopping_parameters={"ignore_eos_token": True}
-    )
-    other = golden.wire.prefill(2, beside)
-    response = golden.wire.prefill(1, endless)
-    for _ in range(4):
-        response = golden.wire.decode(response.batch)
-    golden.wire.stub.Decode.future(pb.DecodeRequest(batches=[response.batch])).cancel()
-    deadline_s = time.monotonic() + 1
-    while golden.served.server.service.num_requests > 1:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    other = golden.wire.prefill(2, golden.wire.request(2, "The capital of France is", max_new_tokens=4))
+
+    async def read_five_tokens_and_leave():
+        async with GenerationClient(golden.served.target) as client:
+            params = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+            async with aclosing(client.generate("Once upon a time", params)) as tokens:
+                for _ in range(5):
+                    await anext(tokens)
+                left_s = time.monotonic()
+        return left_s
+
+    left_s = asyncio.run(read_five_tokens_and_leave())
+    assert golden.served.server.service.num_requests == 1
+    assert time.monotonic() - left_s < 1
     assert golden.wire.finish(other) == {2: " Paris.\n\n"}
