@@ -236,11 +236,12 @@ def parse_config(values: Mapping[str, Any], source: str = "the configuration") -
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"can't read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a valid TOML file: {error}") from error
+    return values
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,7 +92,7 @@ class GenerationClient:
         *,
         truncate: int = KEEP_ALL_TOKENS,
         add_special_tokens: bool = True,
-    ) -> AsyncIterator[GeneratedToken]:
+    ) -> AsyncGenerator[GeneratedToken, None]:
         """Streams the tokens of one prompt; `params.n` is left out of account.
 
         A caller that stops early, by cancellation or by `aclose` (see `contextlib.aclosing`), ends the request on the
