@@ -253,7 +253,9 @@ class PagedCacheManager:
         num_new_blocks = self._count_blocks(num_tokens) - len(sequence.block_table)
         if num_new_blocks > 0:
             sequence.block_table.extend(self._allocate(num_new_blocks))
-        sequence.num_writable_tokens = len(sequence.block_table) * self._block_size
+        # Asked for no token to write, the block in which the computed ones end may still be shared.
+        if num_tokens > sequence.num_computed_tokens:
+            sequence.num_writable_tokens = len(sequence.block_table) * self._block_size
 
     def _allocate(self, num_blocks: int) -> list[int]:
         for _ in range(num_blocks - self._pool.num_free):

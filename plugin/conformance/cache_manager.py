@@ -279,6 +279,20 @@ class CacheManagerConformance:
         assert len(grant.copies) == 1
         harness.run_step()
 
+    def test_asking_for_no_more_than_is_computed_does_not_make_a_shared_block_writable(self) -> None:
+        harness = self.make_harness()
+        parent = harness.open(range(20))
+        harness.compute(parent)
+        child = harness.open([*range(20), 99])
+        harness.fork(parent, child, 20)
+        grant = harness.acquire(child, 20)
+        assert grant is not None
+        assert grant.copies == ()
+        grant = harness.acquire(child, 21)
+        assert grant is not None
+        assert len(grant.copies) == 1
+        harness.run_step()
+
     def test_a_fork_shares_the_common_beginning_only(self) -> None:
         harness = self.make_harness()
         parent = harness.open(range(50))
@@ -384,10 +398,15 @@ class CacheManagerConformance:
 
     def test_any_sequence_of_calls_keeps_the_content_of_every_computed_token(self) -> None:
         # Rare orders of events are the point, and a call takes microseconds.
-        more = settings(max_examples=4 * settings.default.max_examples, stateful_step_count=40)
-        run_state_machine_as_test(lambda: _CacheManagerMachine(self), settings=more)
+        more = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)
+
+        class Machine(_CacheManagerMachine):
+            suite = self
+
+        run_state_machine_as_test(Machine, settings=more)
 
 
+MAX_TOKENS = 12
 NUMBERS = st.integers(0, 5)
 MOSTLY_ALL = st.one_of(st.just(99), st.integers(0, 12))
 FEW_TOKENS = st.lists(st.integers(0, 1), max_size=6)
@@ -396,18 +415,16 @@ FEW_TOKENS = st.lists(st.integers(0, 1), max_size=6)
 class _CacheManagerMachine(RuleBasedStateMachine):
     """Draws calls over few tokens and few small blocks, where everything collides. Checks are the harness's."""
 
-    def __init__(self, suite: CacheManagerConformance) -> None:
-        super().__init__()
-        self._suite = suite
+    suite: ClassVar[CacheManagerConformance]
 
     @initialize(
-        block_size=st.integers(1, 4),
-        num_blocks=st.integers(4, 9),
+        block_size=st.sampled_from([1, 2, 2, 3, 4]),
+        num_blocks=st.integers(6, 12),
         has_prefix_cache=st.sampled_from([True, True, True, False]),
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_TOKENS),
     )
     def make(self, block_size: int, num_blocks: int, has_prefix_cache: bool, prompt: list[int]) -> None:
-        self.harness = self._suite.make_harness(num_blocks, block_size, has_prefix_cache)
+        self.harness = self.suite.make_harness(num_blocks, block_size, has_prefix_cache)
         self.prompts = [prompt]
 
     def _pick(self, number: int) -> RequestId:
@@ -417,7 +434,15 @@ class _CacheManagerMachine(RuleBasedStateMachine):
         return bool(self.harness.sequences)
 
     def _has_room(self) -> bool:
-        return len(self.harness.sequences) < 6
+        return len(self.harness.sequences) < 5
+
+    def _has_grants(self) -> bool:
+        return any(
+            sequence.num_granted_tokens > sequence.num_computed_tokens for sequence in self.harness.sequences.values()
+        )
+
+    def _computed_ids(self) -> list[RequestId]:
+        return [seq_id for seq_id, sequence in self.harness.sequences.items() if sequence.num_computed_tokens]
 
     @precondition(_has_room)
     @rule(
@@ -437,7 +462,7 @@ class _CacheManagerMachine(RuleBasedStateMachine):
         may_reuse_prefix: bool,
         num_tokens: int,
     ) -> None:
-        tokens = [*self.prompts[number % len(self.prompts)][:num_common], *tail][:16] or [0]
+        tokens = [*self.prompts[number % len(self.prompts)][:num_common], *tail][:MAX_TOKENS] or [0]
         self.prompts.append(tokens)
         seq_id = self.harness.open(tokens, namespace, may_reuse_prefix=may_reuse_prefix)
         self.harness.acquire(seq_id, min(num_tokens, len(tokens)))
@@ -445,7 +470,8 @@ class _CacheManagerMachine(RuleBasedStateMachine):
     @precondition(_has_sequences)
     @rule(number=NUMBERS, token_id=st.integers(0, 1))
     def append(self, number: int, token_id: int) -> None:
-        self.harness.append(self._pick(number), token_id)
+        if len(self.harness.sequences[self._pick(number)].token_ids) < MAX_TOKENS:
+            self.harness.append(self._pick(number), token_id)
 
     @precondition(_has_sequences)
     @rule(number=NUMBERS, num_tokens=MOSTLY_ALL)
@@ -460,21 +486,28 @@ class _CacheManagerMachine(RuleBasedStateMachine):
         for seq_id, sequence in self.harness.sequences.items():
             self.harness.acquire(seq_id, len(sequence.token_ids))
         self.harness.run_step()
-        for seq_id in self.harness.sequences:
-            self.harness.append(seq_id, 0)
+        for seq_id, sequence in self.harness.sequences.items():
+            if sequence.num_computed_tokens == len(sequence.token_ids) < MAX_TOKENS:
+                self.harness.append(seq_id, 0)
 
-    @rule()
-    def run_step(self) -> None:
-        self.harness.run_step()
+    @precondition(_has_grants)
+    @rule(does_fail=st.sampled_from([False] * 5 + [True]))
+    def end_step(self, does_fail: bool) -> None:
+        if does_fail:
+            self.harness.fail_step()
+        else:
+            self.harness.run_step()
 
-    @rule()
-    def fail_step(self) -> None:
-        self.harness.fail_step()
-
-    @precondition(lambda self: self._has_sequences() and self._has_room())
-    @rule(number=NUMBERS, num_common=MOSTLY_ALL, tail=FEW_TOKENS, max_shared=MOSTLY_ALL, does_acquire=st.booleans())
+    @precondition(lambda self: self._computed_ids() and self._has_room())
+    @rule(
+        number=NUMBERS,
+        num_common=MOSTLY_ALL,
+        tail=st.lists(st.integers(0, 1), max_size=2),
+        max_shared=MOSTLY_ALL,
+        does_acquire=st.sampled_from([True, True, False]),
+    )
     def fork(self, number: int, num_common: int, tail: list[int], max_shared: int, does_acquire: bool) -> None:
-        parent_id = self._pick(number)
+        parent_id = self._computed_ids()[number % len(self._computed_ids())]
         parent = self.harness.sequences[parent_id]
         child_id = self.harness.open([*parent.token_ids[:num_common], *tail] or [0], parent.namespace)
         self.harness.fork(parent_id, child_id, min(max_shared, parent.num_computed_tokens))
@@ -482,14 +515,12 @@ class _CacheManagerMachine(RuleBasedStateMachine):
             self.harness.acquire(child_id, len(self.harness.sequences[child_id].token_ids))
 
     @precondition(_has_sequences)
-    @rule(number=NUMBERS)
-    def release(self, number: int) -> None:
-        self.harness.release(self._pick(number))
-
-    @precondition(_has_sequences)
-    @rule(number=NUMBERS)
-    def preempt(self, number: int) -> None:
-        self.harness.preempt(self._pick(number))
+    @rule(number=NUMBERS, is_preempted=st.booleans())
+    def release(self, number: int, is_preempted: bool) -> None:
+        if is_preempted:
+            self.harness.preempt(self._pick(number))
+        else:
+            self.harness.release(self._pick(number))
 
     @invariant()
     def check(self) -> None:

@@ -1,7 +1,8 @@
 """Runs a cache manager over a memory of plain values, and checks every answer against the rules.
 
 The memory keeps, for each slot, a number that stands for the namespace and all tokens up to the slot's: what the KV
-there is a function of. A cached token whose slot holds anything else, a copy that came too late, a block given to two writers show up at once.
+there is a function of. A cached token whose slot holds anything else, a copy that came too late, a block given to two
+writers show up at once.
 """
 
 from __future__ import annotations
