@@ -159,27 +159,37 @@ def _attend_prefill(
     k, v = (storage.tensors[name][blocks].flatten(0, 1)[: seq_len - first_token] for name in ("k", "v"))
     k_positions = torch.arange(first_token, seq_len, device=q.device)
     q_positions = torch.arange(first_query, seq_len, device=q.device)
-    is_plain = options.softcap is None and options.sinks is None and options.alibi_slopes is None
-    if is_plain and options.sliding_window is None and first_query == 0:
+    if _is_plain(options) and options.sliding_window is None and first_query == 0:
         return _attend_fused(q, k, v, None, options.scale)
-    chunk = max(1, _MAX_SCORES // (k.shape[0] * (1 if is_plain else num_heads)))
+    chunk = max(1, _MAX_SCORES // (k.shape[0] * (1 if _is_plain(options) else num_heads)))
     outputs = []
     for start in range(0, num_queries, chunk):
         positions = q_positions[start : start + chunk]
         # Keys that no query of the chunk sees are left out at both ends.
         low = max(0, _first_visible(first_query + start, options.sliding_window) - first_token)
         keys = slice(low, first_query + start + len(positions) - first_token)
-        chunk_q, chunk_k, chunk_v, chunk_positions = q[start : start + chunk], k[keys], v[keys], k_positions[keys]
-        if is_plain:
-            visible = _visible(chunk_positions - positions[:, None], options.sliding_window)
-            outputs.append(_attend_fused(chunk_q, chunk_k, chunk_v, visible, options.scale))
-        else:
-            outputs.append(
-                _attend_dense(
-                    chunk_q[None], chunk_k[None], chunk_v[None], positions[None], chunk_positions[None], options
-                )[0]
-            )
+        outputs.append(_attend_chunk(q[start : start + chunk], k[keys], v[keys], positions, k_positions[keys], options))
     return torch.cat(outputs)
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Some queries of one sequence, q: [num_queries, num_heads, head_dim], and all keys that they see."""
+    if _is_plain(options):
+        visible = _visible(k_positions - q_positions[:, None], options.sliding_window)
+        return _attend_fused(q, k, v, visible, options.scale)
+    return _attend_dense(q[None], k[None], v[None], q_positions[None], k_positions[None], options)[0]
+
+
+def _is_plain(options: AttentionOptions) -> bool:
+    """Whether torch's fused attention has all that is asked for."""
+    return options.softcap is None and options.sinks is None and options.alibi_slopes is None
 
 
 def _visible(distances: torch.Tensor, sliding_window: int | None) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""The cpu kernels beside the conformance suite: compiling, caching, instruction sets, threads, reproducibility."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedkv.kernels.cpu import compiler, provider
+from pagedkv.kernels.cpu.compiler import CompilerError, compile_object, load_library
+from pagedkv.kernels.cpu.memory import allocate_zeros
+from pagedkv.kernels.cpu.provider import CpuKernels
+from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.kv_dtypes import BF16, KVCacheSpec
+from pagedkv.plugin.model_spec import AttentionSpec
+
+SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, v_head_dim=64)
+is_x86 = platform.machine() == "x86_64"
+
+
+@pytest.fixture
+def cpu_kernels() -> CpuKernels:
+    return CpuKernels.create(torch.device("cpu"))
+
+
+def attend(kernels: CpuKernels, seq_lens: list[int], seed: int = 0) -> torch.Tensor:
+    """Decodes of sequences, each with keys, values and query drawn from its own length."""
+    cache_spec = KVCacheSpec(3, 64, 64, 16, BF16)
+    blocks = [-(-seq_len // 16) for seq_len in seq_lens]
+    storage = kernels.allocate(cache_spec, sum(blocks))
+    block_table = torch.full((len(seq_lens), max(blocks)), -7, dtype=torch.int32)
+    queries, first = [], 0
+    for row, (seq_len, count) in enumerate(zip(seq_lens, blocks, strict=True)):
+        generator = torch.Generator().manual_seed(seed + seq_len)
+        for tensor in storage.tensors.values():
+            tensor[first : first + count].normal_(generator=generator)
+        queries.append(torch.randn(9, 64, generator=generator).bfloat16())
+        block_table[row, :count] = torch.arange(first, first + count)
+        first += count
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.arange(len(seq_lens) + 1, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=torch.full((len(seq_lens),), -1),
+        max_query_len=1,
+        max_seq_len=max(seq_lens),
+        num_decodes=len(seq_lens),
+    )
+    return kernels.attend(torch.stack(queries), storage, metadata, AttentionOptions(scale=0.125))
+
+
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(cpu_kernels: CpuKernels) -> None:
+    alone = attend(cpu_kernels, [1700])
+    batched = attend(cpu_kernels, [40, 1700, 900, 3])
+    assert torch.equal(alone[0], batched[1])
+
+
+def test_the_number_of_threads_changes_no_bit(cpu_kernels: CpuKernels) -> None:
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            outputs.append(attend(cpu_kernels, [1700, 30]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_threads_are_those_of_torch(cpu_kernels: CpuKernels) -> None:
+    """The library finds the OpenMP runtime that torch has loaded: a second one would bring a second pool."""
+    attend(cpu_kernels, [40])
+    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([path for path in paths if Path(path).name.startswith("libgomp")]) <= 1
+
+
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    kernels = CpuKernels(torch.device("cpu"), ("-DFOR_A_TEST",))
+    reasons = kernels.unsupported_reasons(SPEC, SPEC.cache_spec(16, BF16), torch.bfloat16)
+    assert len(reasons) == 1
+    assert reasons[0].startswith("no C compiler found")
+
+
+def test_a_failing_compiler_is_a_reason_with_its_words() -> None:
+    kernels = CpuKernels(torch.device("cpu"), ("-DLANES=three",))
+    reasons = kernels.unsupported_reasons(SPEC, SPEC.cache_spec(16, BF16), torch.bfloat16)
+    assert len(reasons) == 1
+    assert "failed" in reasons[0]
+    assert "error" in reasons[0]
+
+
+def test_a_library_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = ("-O0", "-DFOR_THE_CACHE_TEST")
+    load_library.__wrapped__(flags)
+    assert [path.suffix for path in (tmp_path / "pagedkv" / "kernels").iterdir()] == [".so"]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "_build", refuse)
+    assert load_library.__wrapped__(flags).pagedkv_attend
+    with pytest.raises(AssertionError, match="compiled again"):
+        load_library.__wrapped__((*flags, "-DANOTHER"))
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = compiler._cache_dir()
+    try:
+        assert found.is_dir()
+        assert tmp_path not in found.parents
+    finally:
+        found.rmdir()
+
+
+@pytest.mark.skipif(not is_x86, reason="compiles for x86-64")
+@pytest.mark.parametrize(
+    ("flags", "instruction"),
+    [
+        (("-mavx2", "-mfma", "-mf16c"), r"vfmadd231ps\t.*%ymm"),
+        (("-mavx512f", "-mfma", "-mf16c"), r"vfmadd231ps\t.*%zmm"),
+        (("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mf16c"), r"vdpbf16ps\t.*%zmm"),
+    ],
+    ids=["avx2", "avx512", "avx512_bf16"],
+)
+def test_every_instruction_set_is_used(flags: tuple[str, ...], instruction: str, tmp_path: Path) -> None:
+    target = tmp_path / "attention.s"
+    source = compiler.SOURCE_DIR / "attention.c"
+    options = [*compiler.OPTIMIZATION_FLAGS, "-march=x86-64", *flags, *compiler.LIBRARY_FLAGS]
+    compile_object(source, tmp_path / "attention.o", options)
+    subprocess.run(["cc", *options, "-S", str(source), "-o", str(target)], check=True)
+    found = subprocess.run(["grep", "-cP", instruction, str(target)], capture_output=True, text=True, check=False)
+    assert int(found.stdout) > 20
+
+
+def test_what_the_kernels_cannot_do_is_a_reason(cpu_kernels: CpuKernels) -> None:
+    def reasons(spec: AttentionSpec, block_size: int = 16, dtype: torch.dtype = torch.float32) -> str:
+        return "; ".join(cpu_kernels.unsupported_reasons(spec, spec.cache_spec(block_size, BF16), dtype))
+
+    assert not reasons(SPEC)
+    assert "head size 36" in reasons(AttentionSpec(4, 4, 36, 64))
+    assert "no multiple of 3 KV heads" in reasons(AttentionSpec(4, 3, 64, 64))
+    assert "block size 24" in reasons(SPEC, block_size=24)
+    assert "float64" in reasons(SPEC, dtype=torch.float64)
+    on_gpu = CpuKernels.create(torch.device("cuda"))
+    assert "device is cuda" in on_gpu.unsupported_reasons(SPEC, SPEC.cache_spec(16, BF16), torch.float32)[0]
+
+
+def test_compiler_errors_come_out_of_a_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise CompilerError("no C compiler found")
+
+    monkeypatch.setattr(provider, "load_library", fail)
+    with pytest.raises(CompilerError, match="no C compiler"):
+        attend(CpuKernels.create(torch.device("cpu")), [5])
+
+
+def test_memory_of_blocks_is_zero_aligned_and_writable() -> None:
+    tensor = allocate_zeros((5, 1024, 1024), torch.bfloat16)
+    assert not tensor.any()
+    assert tensor.data_ptr() % (2 * 2**20) == 0
+    tensor.fill_(1)
+    assert tensor.float().mean() == 1
+
+
+def test_memory_that_the_system_lacks_is_an_out_of_memory_error() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="does not map"):
+        allocate_zeros((2**50,), torch.float32)
