@@ -1,13 +1,13 @@
 """Attention of rows with one query token, each context split over programs (Dao et al., "Flash-Decoding", 2023).
 
-A work item is a chunk of one sequence's context, for the query heads that share a tile. Its size follows from all context
-lengths of the batch, which every program reads for itself: the host need not know them, and the grid has room for any of
-them, so that a captured graph replays with other lengths.
+A work item is a chunk of one sequence's context, for the query heads that share a tile. Its size follows from all
+context lengths of the batch, which every program reads for itself: the host need not know them, and the grid has room
+for any of them, so that a captured graph replays with other lengths.
 
     context lengths 70000, 900, 300, 0       items of 4000:   18 + 1 + 1 + 0
 
-Few long sequences give as many items as fill the chip; a full batch of short ones gives one item a sequence, which writes
-its output itself. Only sequences of several items leave partial results to the reduction.
+Few long sequences give as many items as fill the chip; a full batch of short ones gives one item a sequence, which
+writes its output itself. Only sequences of several items leave partial results to the reduction.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def _decode_kernel(
     if row >= num_rows:
         return
     seq_len = tl.load(seq_lens_ptr + row)
-    num_tiles = _num_tiles(seq_len, window, HAS_WINDOW, BLOCK_N)
+    first_position, num_tiles = _context_tiles(seq_len, window, HAS_WINDOW, BLOCK_N)
     num_chunks = _num_chunks(num_tiles, chunk_tiles)
-    chunk_len = tl.cdiv(num_tiles, num_chunks) * BLOCK_N
-    begin = _first_position(seq_len, window, HAS_WINDOW, BLOCK_N) + (item - first_item) * chunk_len
+    chunk_len = (num_tiles + num_chunks - 1) // num_chunks * BLOCK_N
+    begin = first_position + (item - first_item) * chunk_len
     end = tl.minimum(begin + chunk_len, seq_len)
 
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -217,14 +217,14 @@ def _decode_kernel(
     v_dims = tl.arange(0, V_HEAD_DIM_PAD)
     mask = is_head[:, None] & (v_dims < V_HEAD_DIM)[None, :]
     if num_chunks == 1:
-        target = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads)[:, None] * V_HEAD_DIM + v_dims[None, :]
-        acc = normalized(acc, row_sum, v_scale_ptr, kv_head, V_SCALES)
-        tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        out = normalized(acc, row_sum, v_scale_ptr, kv_head, V_SCALES).to(out_ptr.dtype.element_ty)
+        out_rows = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(out_ptr + out_rows[:, None] * V_HEAD_DIM + v_dims[None, :], out, mask=mask)
     else:
-        target = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-        tl.store(partial_out_ptr + target[:, None] * V_HEAD_DIM + v_dims[None, :], acc, mask=mask)
-        tl.store(partial_stats_ptr + target * 2, row_max, mask=is_head)
-        tl.store(partial_stats_ptr + target * 2 + 1, row_sum, mask=is_head)
+        partial_rows = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(partial_out_ptr + partial_rows[:, None] * V_HEAD_DIM + v_dims[None, :], acc, mask=mask)
+        tl.store(partial_stats_ptr + partial_rows * 2, row_max, mask=is_head)
+        tl.store(partial_stats_ptr + partial_rows * 2 + 1, row_sum, mask=is_head)
 
 
 @triton.jit(do_not_specialize=["window", "num_rows", "max_items", "one_wave_items"])
@@ -253,9 +253,8 @@ def _reduce_kernel(
     chunk_tiles = _chunk_tiles(
         seq_lens_ptr, num_rows, window, max_items, one_wave_items, HAS_WINDOW, BLOCK_N, MIN_CHUNK_TILES
     )
-    num_chunks = _num_chunks(
-        _num_tiles(tl.load(seq_lens_ptr + row), window, HAS_WINDOW, BLOCK_N), chunk_tiles
-    )
+    num_tiles = _context_tiles(tl.load(seq_lens_ptr + row), window, HAS_WINDOW, BLOCK_N)[1]
+    num_chunks = _num_chunks(num_tiles, chunk_tiles)
     if num_chunks == 1:
         return
     first_item = _first_item(seq_lens_ptr, row, window, chunk_tiles, HAS_WINDOW, BLOCK_N)
@@ -288,32 +287,18 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _first_position(seq_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a context's first tile begins."""
-    if HAS_WINDOW:
-        first = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
-    else:
-        first = seq_len * 0
-    return first
-
-
-@triton.jit
-def _num_tiles(seq_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    return tl.cdiv(seq_len - _first_position(seq_len, window, HAS_WINDOW, BLOCK_N), BLOCK_N)
+def _context_tiles(seq_lens, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the first tile of a context begins, and how many tiles it has."""
+    first_positions = tl.maximum(seq_lens - window, 0) // BLOCK_N * BLOCK_N if HAS_WINDOW else seq_lens * 0
+    return first_positions, (seq_lens - first_positions + BLOCK_N - 1) // BLOCK_N
 
 
 @triton.jit
 def _num_chunks(num_tiles, chunk_tiles):
     """Chunks of at most `chunk_tiles` tiles, as even as they can be, none empty."""
-    even = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, chunk_tiles), 1))
-    return tl.cdiv(num_tiles, tl.maximum(even, 1))
-
-
-@triton.jit
-def _load_num_tiles(seq_lens_ptr, first, num_rows, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    rows = first + tl.arange(0, _ROWS)
-    seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-    return _num_tiles(seq_lens, window, HAS_WINDOW, BLOCK_N)
+    at_least = tl.maximum((num_tiles + chunk_tiles - 1) // chunk_tiles, 1)
+    even_tiles = tl.maximum((num_tiles + at_least - 1) // at_least, 1)
+    return (num_tiles + even_tiles - 1) // even_tiles
 
 
 @triton.jit
@@ -330,22 +315,23 @@ def _chunk_tiles(
     """The most tiles of an item: little work fills the chip once; more comes in chunks that repay their start."""
     total = 0
     for first in range(0, num_rows, _ROWS):
-        total += tl.sum(_load_num_tiles(seq_lens_ptr, first, num_rows, window, HAS_WINDOW, BLOCK_N), axis=0)
-    one_wave = tl.minimum(tl.cdiv(total, one_wave_items), MIN_CHUNK_TILES)
-    return tl.maximum(tl.maximum(tl.cdiv(total, max_items), one_wave), 1)
+        rows = first + tl.arange(0, _ROWS)
+        seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+        total += tl.sum(_context_tiles(seq_lens, window, HAS_WINDOW, BLOCK_N)[1], axis=0)
+    one_wave = tl.minimum((total + one_wave_items - 1) // one_wave_items, MIN_CHUNK_TILES)
+    return tl.maximum(tl.maximum((total + max_items - 1) // max_items, one_wave), 1)
 
 
 @triton.jit
-def _find_item(
-    seq_lens_ptr, num_rows, window, item, chunk_tiles, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _find_item(seq_lens_ptr, num_rows, window, item, chunk_tiles, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The row that an item belongs to and that row's first item; `num_rows` or more for an item without work."""
     row = 0
     first_item = 0
     num_items = 0
     for first in range(0, num_rows, _ROWS):
-        num_tiles = _load_num_tiles(seq_lens_ptr, first, num_rows, window, HAS_WINDOW, BLOCK_N)
-        num_chunks = _num_chunks(num_tiles, chunk_tiles)
+        rows = first + tl.arange(0, _ROWS)
+        seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+        num_chunks = _num_chunks(_context_tiles(seq_lens, window, HAS_WINDOW, BLOCK_N)[1], chunk_tiles)
         is_before = num_items + tl.cumsum(num_chunks, axis=0) <= item
         row += tl.sum(is_before.to(tl.int32), axis=0)
         first_item += tl.sum(tl.where(is_before, num_chunks, 0), axis=0)
@@ -358,6 +344,8 @@ def _first_item(seq_lens_ptr, row, window, chunk_tiles, HAS_WINDOW: tl.constexpr
     """Items of all rows before `row`."""
     first_item = 0
     for first in range(0, row, _ROWS):
-        num_tiles = _load_num_tiles(seq_lens_ptr, first, row, window, HAS_WINDOW, BLOCK_N)
+        rows = first + tl.arange(0, _ROWS)
+        seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < row, other=0)
+        num_tiles = _context_tiles(seq_lens, window, HAS_WINDOW, BLOCK_N)[1]
         first_item += tl.sum(_num_chunks(num_tiles, chunk_tiles), axis=0)
     return first_item

@@ -1,9 +1,9 @@
 """How the elements of each KV dtype become numbers inside a kernel, and numbers elements.
 
-8-bit floats are passed to kernels as bytes. sm_89 and newer convert E4M3 in hardware; everywhere else its bits are moved
-into a float16, whose exponent is one bit wider and biased by 15 instead of 7, so that the value comes out 2⁸ too small,
-subnormals included. E5M2 is the upper half of a float16 as it stands (Micikevicius et al., "FP8 Formats for Deep
-Learning", 2022).
+8-bit floats are passed to kernels as bytes. sm_89 and newer convert E4M3 in hardware; everywhere else its bits are
+moved into a float16, whose exponent is one bit wider and biased by 15 instead of 7, so that the value comes out 2⁸ too
+small, subnormals included. E5M2 is the upper half of a float16 as it stands (Micikevicius et al., "FP8 Formats for
+Deep Learning", 2022).
 
 >>> import torch
 >>> bits = torch.tensor([3.5]).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
@@ -88,7 +88,7 @@ def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
 
 @triton.jit
 def decode_elements(x, FORMAT: tl.constexpr, HAS_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements as loaded to numbers of DTYPE, without their scales; exact for all but float elements wider than DTYPE."""
+    """Elements as loaded to numbers of DTYPE, without their scales; exact but for float elements wider than DTYPE."""
     if FORMAT == "e4m3":
         if HAS_FP8:
             half = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)

@@ -22,7 +22,12 @@ class Launch:
     num_stages: int = 1
     """Depth of software pipelining over the kernel's loops."""
 
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Fusing multiplications with additions is asked for: its default differs between versions of triton."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def run(self) -> None:
         """Queues the kernel on the current stream; an empty grid is no launch."""
         if min(self.grid) > 0:
-            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](**self.arguments, **self.compile_options)

@@ -4,8 +4,8 @@
     v: [num_blocks, num_kv_heads, block_size, v_head_dim]
     k_scale, v_scale: [num_blocks, num_kv_heads, block_size] float32, with a scale per token and head
 
-A token's row number counts these rows of one head: all offsets, of elements and of scales, follow from it. It is 64 bits
-wide: a pool holds more than 2³¹ elements.
+A token's row number counts these rows of one head: all offsets, of elements and of scales, follow from it. It is 64
+bits wide: a pool holds more than 2³¹ elements.
 
 >>> num_kv_heads, block_size, slot, head = 3, 16, 37, 1  # slot 37 is block 2, offset 5
 >>> (slot // block_size * num_kv_heads + head) * block_size + slot % block_size

@@ -59,8 +59,8 @@ def attend_range(
     """Adds a row's tokens [begin, end) to acc [M, V_HEAD_DIM_PAD], row_max [M] and row_sum [M], and returns these.
 
     With IS_MASKED nothing outside [max(begin, first_valid), end) is loaded: not its place in the block table, its keys,
-    its values or its scales, so that a NaN there can't come back as 0 × NaN. Without, the range is whole tiles of tokens
-    that all query rows see.
+    its values or its scales, so that a NaN there can't come back as 0 × NaN. Without, the range is whole tiles of
+    tokens that all query rows see.
     """
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -106,12 +106,11 @@ def attend_range(
 
 
 @triton.jit
-def initial_state(
-    sinks_ptr, heads, is_head, M: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr, HAS_SINKS: tl.constexpr
-):
+def initial_state(sinks_ptr, heads, is_head, M: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr, HAS_SINKS: tl.constexpr):
     """acc, row_max, row_sum before any token; a sink is a score that has been seen, without a value.
 
-    heads: [M], the query head of each row (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
+    heads: [M], the query head of each row. Sinks are those of Xiao et al., "Efficient Streaming Language Models with
+    Attention Sinks", 2023.
     """
     acc = tl.zeros([M, V_HEAD_DIM_PAD], dtype=tl.float32)
     if HAS_SINKS:
@@ -152,7 +151,7 @@ def normalized(acc, row_sum, v_scale_ptr, kv_head, V_SCALES: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To float32's precision relative to the result: Lambert's continued fraction where the exponential would cancel."""
+    """To float32's relative precision: by Lambert's continued fraction where the exponential would cancel."""
     square = x * x
     fraction = x * (945.0 + square * (105.0 + square)) / (945.0 + square * (420.0 + square * 15.0))
     power = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
@@ -162,11 +161,7 @@ def tanh(x):
 
 @triton.jit
 def _load(pointers, is_valid, other, IS_MASKED: tl.constexpr):
-    if IS_MASKED:
-        loaded = tl.load(pointers, mask=is_valid, other=other)
-    else:
-        loaded = tl.load(pointers)
-    return loaded
+    return tl.load(pointers, mask=is_valid, other=other) if IS_MASKED else tl.load(pointers)
 
 
 @triton.jit

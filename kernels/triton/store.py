@@ -25,7 +25,7 @@ def plan_store(
     """The launch that writes k: [num_tokens, num_kv_heads, head_dim] and v: [num_tokens, num_kv_heads, v_head_dim]."""
     spec = cache.spec
     num_tokens = metadata.num_tokens
-    tokens = store_tile_tokens(cache.widest_dim)
+    tokens = store_tile_tokens(architecture, cache.widest_dim)
     return Launch(
         _store_kernel,
         (triton.cdiv(num_tokens, tokens), spec.num_kv_heads),

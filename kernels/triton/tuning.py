@@ -25,8 +25,8 @@ class Architecture:
     """Whether E4M3 is converted in hardware."""
 
 
-INTERPRETER = Architecture("interpreter", 4, False)
-"""triton's own interpreter on a CPU: small tiles, and few processors, so that small tests split contexts too."""
+INTERPRETER = Architecture("interpreter", 1, False)
+"""triton's own interpreter on a CPU: tiles that small contexts fill, one processor, so that few programs run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,38 +94,43 @@ _DIMS = (64, 128, 256)
 MAX_HEAD_DIM = _DIMS[-1]
 
 _PREFILL_TILES = {
-    "sm_80": (PrefillTiles(128, 64, 4, 3), PrefillTiles(128, 32, 4, 3), PrefillTiles(64, 32, 4, 2)),
+    "sm_80": (PrefillTiles(128, 64, 8, 3), PrefillTiles(128, 32, 8, 3), PrefillTiles(64, 32, 8, 2)),
     "sm_90": (PrefillTiles(128, 128, 8, 3), PrefillTiles(128, 128, 8, 2), PrefillTiles(128, 64, 8, 2)),
     "sm_100": (PrefillTiles(128, 128, 8, 3), PrefillTiles(128, 128, 8, 2), PrefillTiles(128, 64, 8, 2)),
     "gfx942": (PrefillTiles(128, 64, 4, 1), PrefillTiles(128, 64, 4, 1), PrefillTiles(64, 32, 4, 1)),
-    "interpreter": (PrefillTiles(32, 32, 1, 1),) * 3,
+    "interpreter": (PrefillTiles(64, 64, 1, 1),) * 3,
 }
-_SINGLE_PREFILL_TILES = (PrefillTiles(32, 32, 4, 1),) * 3
+_SINGLE_PREFILL_TILES = (PrefillTiles(32, 32, 4, 1), PrefillTiles(32, 32, 8, 1), PrefillTiles(16, 32, 8, 1))
 
 _DECODE_TILES = {
-    ("sm_80", 16): (DecodeTiles(64, 4, 4, 8), DecodeTiles(32, 4, 4, 16), DecodeTiles(32, 4, 2, 16)),
-    ("sm_80", 8): (DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 3, 8), DecodeTiles(32, 4, 3, 16)),
-    ("sm_90", 16): (DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 3, 8), DecodeTiles(32, 4, 3, 16)),
-    ("sm_90", 8): (DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 3, 8)),
-    ("sm_100", 16): (DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 3, 8), DecodeTiles(32, 4, 3, 16)),
-    ("sm_100", 8): (DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 4, 8), DecodeTiles(64, 4, 3, 8)),
+    ("sm_80", 16): (DecodeTiles(64, 4, 5, 8), DecodeTiles(64, 4, 3, 8), DecodeTiles(32, 4, 3, 16)),
+    ("sm_80", 8): (DecodeTiles(64, 4, 5, 8), DecodeTiles(64, 4, 5, 8), DecodeTiles(32, 4, 5, 16)),
+    ("sm_90", 16): (DecodeTiles(64, 4, 5, 8), DecodeTiles(64, 4, 5, 8), DecodeTiles(32, 4, 5, 16)),
+    ("sm_90", 8): (DecodeTiles(64, 4, 5, 8), DecodeTiles(64, 4, 5, 8), DecodeTiles(32, 4, 5, 16)),
+    ("sm_100", 16): (DecodeTiles(64, 4, 5, 8), DecodeTiles(64, 4, 5, 8), DecodeTiles(32, 4, 5, 16)),
+    ("sm_100", 8): (DecodeTiles(64, 4, 5, 8), DecodeTiles(64, 4, 5, 8), DecodeTiles(32, 4, 5, 16)),
     ("gfx942", 16): (DecodeTiles(64, 4, 2, 8), DecodeTiles(32, 4, 2, 16), DecodeTiles(32, 4, 1, 16)),
     ("gfx942", 8): (DecodeTiles(64, 4, 2, 8), DecodeTiles(64, 4, 2, 8), DecodeTiles(32, 4, 2, 16)),
-    ("interpreter", 16): (DecodeTiles(16, 1, 1, 2),) * 3,
-    ("interpreter", 8): (DecodeTiles(16, 1, 1, 2),) * 3,
+    ("interpreter", 32): (DecodeTiles(32, 1, 1, 1),) * 3,
+    ("interpreter", 16): (DecodeTiles(32, 1, 1, 1),) * 3,
+    ("interpreter", 8): (DecodeTiles(32, 1, 1, 1),) * 3,
 }
+"""By architecture and bits of an element. On NVIDIA, stages alternate between the block table and the keys and values
+that wait for its entries: 3 hold one tile in flight, 5 hold two."""
 _SINGLE_DECODE_TILES = (DecodeTiles(32, 4, 2, 16),) * 3
 
 
 def prefill_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> PrefillTiles:
     """The table's entry; float32, in queries or in the cache, has its own for all architectures."""
-    row = _SINGLE_PREFILL_TILES if _is_single(q_dtype, kv_bits) else _PREFILL_TILES[architecture.name]
+    is_single = architecture.name != INTERPRETER.name and _is_single(q_dtype, kv_bits)
+    row = _SINGLE_PREFILL_TILES if is_single else _PREFILL_TILES[architecture.name]
     return row[_dim_class(widest_dim)]
 
 
 def decode_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> DecodeTiles:
     """As `prefill_tiles`."""
-    row = _SINGLE_DECODE_TILES if _is_single(q_dtype, kv_bits) else _DECODE_TILES[architecture.name, kv_bits]
+    is_single = architecture.name != INTERPRETER.name and _is_single(q_dtype, kv_bits)
+    row = _SINGLE_DECODE_TILES if is_single else _DECODE_TILES[architecture.name, kv_bits]
     return row[_dim_class(widest_dim)]
 
 
@@ -135,9 +140,9 @@ def split_limits(architecture: Architecture, num_head_tiles: int) -> SplitLimits
     return SplitLimits(max_items=one_wave * _WAVES, one_wave_items=one_wave)
 
 
-def store_tile_tokens(widest_dim: int) -> int:
+def store_tile_tokens(architecture: Architecture, widest_dim: int) -> int:
     """Tokens that a program of 4 warps stores: about 1024 elements."""
-    return max(1024 // widest_dim, 4)
+    return 64 if architecture.name == INTERPRETER.name else max(1024 // widest_dim, 4)
 
 
 def _is_single(q_dtype: torch.dtype, kv_bits: int) -> bool:

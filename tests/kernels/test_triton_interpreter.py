@@ -1,0 +1,52 @@
+"""Runs the tests of the triton kernels in triton's interpreter, where there is no GPU.
+
+The interpreter must be chosen before triton is imported, which another test of this process may have done already: so
+each part runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PARTS = {
+    "storage": ("test_triton_conformance.py", "spec_counts or read_returns or stored_nowhere or copied or swap"),
+    "lengths and heads": (
+        "test_triton_conformance.py",
+        "float16-fp16 and (every_precision or head_dims or query_heads or block_sizes or long_contexts or one_decode)",
+    ),
+    "features": ("test_triton_conformance.py", "float16-fp16 and test_features and not keep_away"),
+    "independence": (
+        "test_triton_conformance.py",
+        "float16-fp16 and (nan_in_k_and_v or padding_rows or strided or (keep_away and all) or random)",
+    ),
+    "quantized": ("test_triton_quantized.py", ""),
+    "benchmark": ("test_triton_bench.py", ""),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests run on the GPU")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", PARTS)
+def test_in_the_interpreter(part: str) -> None:
+    file, selection = PARTS[part]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection, str(HERE / file)]
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout, run.stdout
