@@ -84,7 +84,9 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("pagedkv").setLevel(level)
 
 
-def run_server(config: Config, announce: Callable[[ServerSummary], None], *, rank: int = 0, num_shards: int = 1) -> int:
+def run_server(
+    config: Config, announce: Callable[[ServerSummary], None] | None, *, rank: int = 0, num_shards: int = 1
+) -> int:
     """Serves until SIGTERM or SIGINT: then Health fails, new requests are refused, and running ones finish within
     `server.drain_timeout_s`. A second signal ends the process at once.
 
@@ -92,7 +94,7 @@ def run_server(config: Config, announce: Callable[[ServerSummary], None], *, ran
 
     Args:
         config: with at least one address under `server`.
-        announce: called once, when the server takes work.
+        announce: called once, when the server takes work. None leaves the warm-up to a router, which always sends one.
         rank: of this shard.
         num_shards: how many serve the model together.
 
@@ -120,15 +122,16 @@ def _check_addresses(config: Config, rank: int) -> None:
 
 
 async def _serve(
-    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None], rank: int, num_shards: int
+    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, rank: int, num_shards: int
 ) -> int:
     backend = assembly.backend
     server = GenerationServer(backend, assembly.tokenizer, config.server, rank=rank, num_shards=num_shards)
     stop_asked = _watch_signals()
     await server.start()
     try:
-        capacity = await server.warm_up(_warmup_limits(config))
-        announce(ServerSummary.create(server.targets, config.model.path, backend.info, capacity))
+        if announce is not None:
+            capacity = await server.warm_up(_warmup_limits(config))
+            announce(ServerSummary.create(server.targets, config.model.path, backend.info, capacity))
         await stop_asked.wait()
         logger.info("draining: new requests are refused, running ones have %g s", config.server.drain_timeout_s)
         has_drained = await server.drain(config.server.drain_timeout_s)

@@ -9,6 +9,7 @@ import typer
 from pagedkv.integration.cli.config import config
 from pagedkv.integration.cli.demo_model import demo_model
 from pagedkv.integration.cli.generate import generate
+from pagedkv.integration.cli.install_launcher_shim import install_launcher_shim
 from pagedkv.integration.cli.plugins import plugins
 from pagedkv.integration.cli.serve import serve
 from pagedkv.plugin.errors import PagedKVError
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, demo_model, plugins, config):
+for command in (serve, generate, demo_model, plugins, config, install_launcher_shim):
     app.command()(command)
 
 
