@@ -94,7 +94,8 @@ class Backend(Protocol):
     def info(self) -> BackendInfo: ...
 
     def warmup(self, limits: WarmupLimits) -> Capacity:
-        """Sizes and allocates the cache and runs the largest step once, so that no later step runs out of memory.
+        """Sizes and allocates the cache, after running the largest step once where memory is the device's own, so that
+        no later step runs out of it.
 
         May be called again while nothing is live; the cache is then empty.
 
@@ -204,7 +205,9 @@ class CacheManager(Protocol):
         """Gives a sequence writable slots for its tokens up to `num_tokens`; looks for its prefix if it holds no block.
 
         Blocks for which only cached ones are left are taken by evicting, least recently used first and a tail before
-        its parent. A shared block that will be written is copied. None, and nothing changed, where there is no room.
+        its parent. A shared block that will be written is copied: its source stays as it is until the sequence commits
+        or is released, so that no target of a copy is the source of another one before that. `num_tokens` may exceed
+        the known tokens. None, and nothing changed, where there is no room.
         """
 
     def commit(self, seq_id: RequestId, num_computed_tokens: int) -> None:

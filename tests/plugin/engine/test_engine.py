@@ -64,8 +64,17 @@ def test_forty_prompts_at_once_equal_transformers_generate(
     results = engine.generate(prompts, GREEDY)
     assert [result.token_ids for result in results] == expected
     assert {result.finish_reason for result in results} == {"length"}
-    if settings.get("cache__num_blocks") == 40:
-        assert engine.stats().preemptions > 0
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_happened(
+    make_engine: MakeEngine, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    short = [prompt[:16] for prompt in prompts[-6:]]
+    wanted = [result.token_ids for result in make_engine().generate(short, params)]
+    engine = make_engine(cache__num_blocks=12)
+    assert [result.token_ids for result in engine.generate(short, params)] == wanted
+    assert engine.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
