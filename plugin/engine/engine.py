@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,9 @@ from tqdm import tqdm
 from pagedkv.plugin.assemble import assemble
 from pagedkv.plugin.config import Config, ResolvedConfig, load_config
 from pagedkv.plugin.engine.beam_search import BeamSearch
-from pagedkv.plugin.engine.results import Beam, GenerationResult, StreamPiece
+from pagedkv.plugin.engine.results import Beam, GenerationResult
 from pagedkv.plugin.engine.running_request import RunningRequest
+from pagedkv.plugin.engine.stream import TokenStream
 from pagedkv.plugin.errors import RequestError, StepError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.requests import CacheNamespace, Request, RequestId, SamplingParams
@@ -106,8 +107,8 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: CacheNamespace | None = None
-    ) -> Generator[StreamPiece, None, None]:
-        """Continues one prompt a token at a time. Closing the generator ends the request and frees its blocks.
+    ) -> TokenStream:
+        """Continues one prompt a token at a time. Closing the stream, or letting go of it, ends the request.
 
         Raises:
             RequestError, CapacityError, StepError: as `generate`; at the call.
@@ -117,7 +118,7 @@ class Engine:
             raise RequestError("a stream has one sample; use generate for n above 1")
         with self._lock:
             [running] = self._add([_as_prompt(prompt)], [params], namespace)
-        return self._pieces(running)
+        return TokenStream(running, self._step, self._abort)
 
     def beam_search(
         self,
@@ -222,19 +223,6 @@ class Engine:
                 progress.update(sum(one.is_done for one in counted) - progress.n)
             if running.error:
                 raise running.error
-
-    def _pieces(self, running: RunningRequest) -> Generator[StreamPiece, None, None]:
-        try:
-            while True:
-                while running.pieces:
-                    yield running.pieces.popleft()
-                if running.error:
-                    raise running.error
-                if running.is_done:
-                    return
-                self._step(unless=running)
-        finally:
-            self._abort([running])
 
     def _step(self, unless: RunningRequest | None = None) -> None:
         """Runs one step and hands its tokens to their requests, whoever waits for them.

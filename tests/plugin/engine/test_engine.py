@@ -66,9 +66,7 @@ def test_forty_prompts_at_once_equal_transformers_generate(
     assert {result.finish_reason for result in results} == {"length"}
 
 
-def test_preempted_requests_go_on_as_if_nothing_had_happened(
-    make_engine: MakeEngine, prompts: list[list[int]]
-) -> None:
+def test_preempted_requests_go_on_as_if_nothing_had_happened(make_engine: MakeEngine, prompts: list[list[int]]) -> None:
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     short = [prompt[:16] for prompt in prompts[-6:]]
     wanted = [result.token_ids for result in make_engine().generate(short, params)]
@@ -121,6 +119,17 @@ def test_closing_a_stream_ends_its_request(make_engine: MakeEngine) -> None:
     stream.close()
     assert engine.stats()["running"] == 0
     assert engine.stats()["num_used_blocks"] == 0
+
+
+def test_stream_that_nobody_reads_ends_with_its_last_reference(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stream = engine.stream("Once upon a time", GREEDY)
+    assert engine.stats()["waiting"] == 1
+    del stream
+    assert engine.stats()["waiting"] == 0
+    with engine.stream("Once upon a time", GREEDY) as stream:
+        next(stream)
+    assert list(stream) == []
 
 
 def test_stop_string_ends_a_request_and_is_in_its_text(make_engine: MakeEngine) -> None:

@@ -1,0 +1,54 @@
+"""One prompt's tokens as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pagedkv.plugin.engine.results import StreamPiece
+from pagedkv.plugin.engine.running_request import RunningRequest
+
+
+class TokenStream(Iterator[StreamPiece]):
+    """Iterates over the tokens of one request. Closing it, or letting go of it, ends the request.
+
+    Args:
+        request: already taken by the backend.
+        step: runs a step of the engine, unless the request got a token meanwhile.
+        abort: ends the request if it still runs.
+    """
+
+    def __init__(
+        self,
+        request: RunningRequest,
+        step: Callable[[RunningRequest], None],
+        abort: Callable[[list[RunningRequest]], None],
+    ) -> None:
+        self._request = request
+        self._step = step
+        self._abort = abort
+        self._is_closed = False
+
+    def __next__(self) -> StreamPiece:
+        """Raises StepError where a step of the request failed."""
+        while not self._request.pieces:
+            if self._request.error:
+                raise self._request.error
+            if self._request.is_done or self._is_closed:
+                raise StopIteration
+            self._step(self._request)
+        return self._request.pieces.popleft()
+
+    def close(self) -> None:
+        """Ends the request and frees its blocks; a second call does nothing. Tokens not yet taken are dropped."""
+        self._is_closed = True
+        self._abort([self._request])
+        self._request.pieces.clear()
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
