@@ -20,15 +20,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PARTS = {
     "storage": ("test_triton_conformance.py", "spec_counts or read_returns or stored_nowhere or copied or swap"),
-    "lengths and heads": (
+    "attention": (
         "test_triton_conformance.py",
-        "float16-fp16 and (every_precision or head_dims or query_heads or block_sizes or long_contexts or one_decode)",
+        "float16-fp16 and (every_precision or head_dims or long_contexts or one_decode or random or strided)",
     ),
-    "features": ("test_triton_conformance.py", "float16-fp16 and test_features and not keep_away"),
-    "independence": (
+    "features": (
         "test_triton_conformance.py",
-        "float16-fp16 and (nan_in_k_and_v or padding_rows or strided or (keep_away and all) or random)",
+        "float16-fp16 and not keep_away and (window_and or window_of_one or alibi or wide_values)",
     ),
+    "independence": ("test_triton_conformance.py", "float16-fp16 and (nan_in_k_and_v or padding_rows)"),
     "quantized": ("test_triton_quantized.py", ""),
     "benchmark": ("test_triton_bench.py", ""),
 }

@@ -46,16 +46,27 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
 LENGTHS = [(0, 1), (70, 1), (0, 40), (30, 5)]
 
 every_kv_dtype = pytest.mark.parametrize(
-    "kv_dtype", [INT8, E4M3, E5M2, INT8_STATIC, E4M3_STATIC, MIXED], ids=lambda kv_dtype: kv_dtype.name
+    ("kv_dtype", "has_fp8_conversion"),
+    [
+        pytest.param(kv_dtype, by_instruction, id=f"{kv_dtype.name}{' by instruction' * by_instruction}")
+        for kv_dtype in (INT8, E4M3, E5M2, INT8_STATIC, E4M3_STATIC, MIXED)
+        for by_instruction in ((False, True) if kv_dtype is E4M3 else (False,))
+    ],
 )
 
 
-@pytest.fixture(params=[False, True], ids=["by bits", "by instruction"])
-def kernels(request: pytest.FixtureRequest) -> TritonKernels:
+@pytest.fixture
+def has_fp8_conversion() -> bool:
+    """Whether E4M3 is converted by instruction or by bits."""
+    return False
+
+
+@pytest.fixture
+def kernels(has_fp8_conversion: bool) -> TritonKernels:
     architecture = INTERPRETER if is_interpreted() else device_architecture(DEVICE)
-    if request.param and not is_interpreted() and not architecture.has_fp8_conversion:
+    if has_fp8_conversion and not is_interpreted() and not architecture.has_fp8_conversion:
         pytest.skip("this GPU has no such instruction")
-    return TritonKernels(DEVICE, replace(architecture, has_fp8_conversion=request.param))
+    return TritonKernels(DEVICE, replace(architecture, has_fp8_conversion=has_fp8_conversion))
 
 
 def _allocate(kernels: TritonKernels, spec: AttentionSpec, kv_dtype: KVDtype, num_blocks: int) -> KVStorage:
@@ -101,34 +112,36 @@ def test_values_whose_scale_no_float16_holds(kernels: TritonKernels) -> None:
 
 
 @every_kv_dtype
-def test_stored_numbers_are_the_nearest(kernels: TritonKernels, kv_dtype: KVDtype) -> None:
+def test_stored_numbers_are_the_nearest(kernels: TritonKernels, has_fp8_conversion: bool, kv_dtype: KVDtype) -> None:
     storage = _allocate(kernels, SPEC, kv_dtype, 2)
     row = Row(0, 20, torch.tensor([1, 0]))
     x = torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x[3] = 0
     x[4, 1, 5] = 1e-20
     store_tokens(kernels, storage, [row], x, x)
-    for read, name, granularity in zip(
-        kernels.read(storage, row.slots(16).to(DEVICE)),
-        ("k", "v"),
-        (kv_dtype.key_scales, kv_dtype.value_scales),
-        strict=True,
-    ):
+    granularities = (kv_dtype.key_scales, kv_dtype.value_scales)
+    numbers = kernels.read(storage, row.slots(16).to(DEVICE))
+    for read, static_scale, granularity in zip(numbers, storage.static_scales, granularities, strict=True):
         if granularity is TOKEN:
             largest = 127.0 if kv_dtype.storage is torch.int8 else torch.finfo(kv_dtype.storage).max
             scale = x.abs().amax(-1, keepdim=True) / largest
         else:
-            scale = storage.static_scales[name == "v"][:, None]
+            scale = static_scale[:, None]
         if kv_dtype.storage is torch.int8:
             allowed = scale / 2 * torch.ones_like(x)
         else:
             limits = torch.finfo(kv_dtype.storage)
             allowed = torch.maximum(x.abs() * limits.eps, scale * limits.smallest_normal * limits.eps) / 2
-        # The path by bits rounds to float16 first, which can turn a number just off the middle into the middle.
-        assert ((read - x).abs() <= allowed * 1.02 + 1e-12).all()
+        # By bits, numbers are rounded to float16 first, which moves one just off the middle into it. The interpreter's
+        # own conversion to 8-bit floats cuts off instead of rounding.
+        slack = 2.0 if is_interpreted() and has_fp8_conversion else 1.02
+        assert ((read - x).abs() <= allowed * slack + 1e-12).all()
 
 
-@pytest.mark.parametrize("storage_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("storage_dtype", "has_fp8_conversion"),
+    [(torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False)],
+)
 def test_every_byte_comes_out_as_torch_reads_it(kernels: TritonKernels, storage_dtype: torch.dtype) -> None:
     """The output of a sequence of one token is its value; all bytes that are numbers are one token of 256 dims."""
     kv_dtype = KVDtype("any", 8, storage_dtype, key_scales=STATIC, value_scales=STATIC)
