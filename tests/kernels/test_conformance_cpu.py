@@ -21,7 +21,7 @@ class _OtherBuild(KernelsConformance):
     profile = REDUCED
     compiler_flags: ClassVar[tuple[str, ...]]
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def kernels(self) -> AttentionKernels:
         return CpuKernels(torch.device("cpu"), self.compiler_flags)
 

@@ -42,6 +42,7 @@ typedef struct {
     int64_t sequence, head, first_query, num_queries;
     int64_t first_position;  // of first_query in its sequence
     int64_t num_items, partial;
+    int64_t num_open;  // items that have no result yet
 } Group;  // queries of one KV head, whose items are merged
 
 typedef struct {
@@ -83,6 +84,7 @@ static void add_group(const AttendArgs *args, Plan *plan, Group group) {
     int64_t rows = group.num_queries * group_size(args);
     int64_t split = rows <= FEW_ROWS ? SPLIT_TOKENS_FEW_ROWS : SPLIT_TOKENS_MANY_ROWS;
     group.num_items = (end - 1) / split - start / split + 1;
+    group.num_open = group.num_items;
     group.partial = plan->partial_floats;
     for (int64_t i = 0; i < group.num_items; i++) {
         Item item = {plan->num_groups, start, min64(end, (start / split + 1) * split), -1};
@@ -108,7 +110,7 @@ static void make_plan(const AttendArgs *args, Plan *plan) {
         int64_t offset = args->seq_lens[sequence] - end;  // from a query's row to its position
         for (int64_t query = first; query < end; query += step) {
             for (int64_t head = 0; head < args->num_kv_heads; head++) {
-                add_group(args, plan, (Group){sequence, head, query, min64(step, end - query), query + offset, 0, 0});
+                add_group(args, plan, (Group){sequence, head, query, min64(step, end - query), query + offset, 0, 0, 0});
             }
         }
     }
@@ -123,10 +125,6 @@ INLINE const char *head_block(const AttendArgs *args, const void *cache, int64_t
     return (const char *)cache + (block * args->num_kv_heads + group->head) * head_bytes;
 }
 
-INLINE void prefetch_block(const char *block, int64_t bytes) {
-    for (int64_t i = 0; i < min64(bytes, 4096); i += 64) __builtin_prefetch(block + i);
-}
-
 // Columns from `offset` on of steps of B, in place.
 INLINE const char *b_columns(int format, const char *b, int64_t offset) { return b + offset * column_bytes(format); }
 
@@ -137,11 +135,13 @@ INLINE const char *b_steps(int format, const char *b, int64_t offset, int64_t ld
 
 // Widens B[depth, columns] to floats; columns are a multiple of LANES, depth is that of whole pairs where there are pairs.
 INLINE void widen(const int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
+    int64_t line_bytes = ldb * column_bytes(format), second = is_paired(format) ? 0 : line_bytes;
     for (int64_t k = 0; k < depth; k += 2) {
         for (int64_t column = 0; column < columns; column += LANES) {
-            put(out + k * ldo + column, load_step(format, b, ldb, k, column));
-            put(out + (k + 1) * ldo + column, load_step(format, b, ldb, k + 1, column));
+            put(out + k * ldo + column, load_step(format, b, 0, column));
+            put(out + (k + 1) * ldo + column, load_step(format, b + second, 1, column));
         }
+        b += second + line_bytes;
     }
 }
 
@@ -192,10 +192,13 @@ INLINE int64_t row_position(const Work *work, int64_t row) {
     return work->group->first_position + row / group_size(work->args);
 }
 
+// How far in front of the multiplication memory is asked for: as long as a miss takes, and whole blocks of usual sizes.
+INLINE int64_t prefetch_tokens(const AttendArgs *args) { return max64(32, args->block_size); }
+
 // Scores of rows [first_row, rows) with the tokens [start, end): dot products, not scaled yet.
 static void multiply_keys(const Work *work, int64_t first_row, int64_t start, int64_t end, int64_t limit) {
     const AttendArgs *args = work->args;
-    int format = work->is_direct ? b_format(args) : B_FP32;
+    int format = work->is_direct ? b_format(args) : B_PACKED;
     int64_t size = args->block_size, dim = args->head_dim, tile = work->tile_tokens;
     const char *q = format == B_BF16_DOT ? (const char *)work->scratch->q_pairs : (const char *)work->scratch->q;
     int64_t lda = format == B_BF16_DOT ? dim / 2 : dim;
@@ -203,28 +206,24 @@ static void multiply_keys(const Work *work, int64_t first_row, int64_t start, in
     float *scores = work->scratch->scores + first_row * tile;
     if (!work->is_direct) {
         multiply(format, work->rows - first_row, round_up(end - start, LANES), dim, q, lda, work->scratch->packed_k, tile,
-                 scores, tile, 0);
+                 0, scores, tile, 0);
         return;
     }
-    int64_t k_bytes = dim * size * element_bytes(args->kv_dtype);
-    int64_t v_bytes = args->v_head_dim * size * element_bytes(args->kv_dtype);
     for (int64_t token = start; token < end;) {
         int64_t offset = token % size, count = min64(size - offset, end - token);
-        const char *k = head_block(args, args->k, dim, work->group, token);
-        if (token + size < limit) {
-            prefetch_block(head_block(args, args->k, dim, work->group, token + size), k_bytes);
-        }
-        prefetch_block(head_block(args, args->v, args->v_head_dim, work->group, token), v_bytes);
-        multiply(format, work->rows - first_row, round_up(count, LANES), dim, q, lda, b_columns(format, k, offset), size,
+        const char *k = b_columns(format, head_block(args, args->k, dim, work->group, token), offset);
+        int64_t ahead = 0, next = token + prefetch_tokens(args);
+        if (next < limit) ahead = b_columns(format, head_block(args, args->k, dim, work->group, next), next % size) - k;
+        multiply(format, work->rows - first_row, round_up(count, LANES), dim, q, lda, k, size, ahead,
                  scores + (token - start), tile, 0);
         token += count;
     }
 }
 
 // Adds weights × values of the tokens [start, end) to the sums of rows [first_row, rows).
-static void multiply_values(const Work *work, int64_t first_row, int64_t start, int64_t end) {
+static void multiply_values(const Work *work, int64_t first_row, int64_t start, int64_t end, int64_t limit) {
     const AttendArgs *args = work->args;
-    int format = work->is_direct ? b_format(args) : B_FP32;
+    int format = work->is_direct ? b_format(args) : B_PACKED;
     int64_t size = args->block_size, dim = args->v_head_dim, tile = work->tile_tokens;
     int is_dot = format == B_BF16_DOT;
     const char *weights = is_dot ? (const char *)work->scratch->weight_pairs : (const char *)work->scratch->scores;
@@ -232,14 +231,17 @@ static void multiply_values(const Work *work, int64_t first_row, int64_t start, 
     weights += first_row * lda * 4;
     float *sums = work->scratch->sums + first_row * dim;
     if (!work->is_direct) {
-        multiply(format, work->rows - first_row, dim, end - start, weights, lda, work->scratch->packed_v, dim, sums, dim, 1);
+        multiply(format, work->rows - first_row, dim, end - start, weights, lda, work->scratch->packed_v, dim, 0, sums,
+                 dim, 1);
         return;
     }
     for (int64_t token = start; token < end;) {
         int64_t offset = token % size, count = min64(size - offset, end - token);
         const char *v = b_steps(format, head_block(args, args->v, dim, work->group, token), offset, dim);
-        multiply(format, work->rows - first_row, dim, count, weights + (token - start) * (is_dot ? 2 : 4), lda, v, dim, sums,
-                 dim, 1);
+        int64_t ahead = 0, next = token + prefetch_tokens(args);
+        if (next < limit) ahead = b_steps(format, head_block(args, args->v, dim, work->group, next), next % size, dim) - v;
+        multiply(format, work->rows - first_row, dim, count, weights + (token - start) * (is_dot ? 2 : 4), lda, v, dim, ahead,
+                 sums, dim, 1);
         token += count;
     }
 }
@@ -328,8 +330,7 @@ static void read_queries(const Work *work) {
     }
 }
 
-static void run_item(const AttendArgs *args, const Plan *plan, const Item *item, float *partials, Scratch *scratch) {
-    const Group *group = &plan->groups[item->group];
+static void run_item(const AttendArgs *args, const Group *group, const Item *item, float *partials, Scratch *scratch) {
     int64_t rows = group->num_queries * group_size(args), dim = args->v_head_dim;
     int is_direct = (rows <= MAX_DIRECT_ROWS || b_format(args) == B_BF16_DOT) && args->block_size % LANES == 0;
     Work work = {args, group, scratch, rows, is_direct, is_direct ? DIRECT_TILE_TOKENS : PACKED_TILE_TOKENS};
@@ -346,7 +347,7 @@ static void run_item(const AttendArgs *args, const Plan *plan, const Item *item,
         if (!is_direct) pack_tile(args, group, start, end, scratch);
         multiply_keys(&work, first_row, start, end, item->end);
         soften(&work, first_row, start, end - start);
-        multiply_values(&work, first_row, start, end);
+        multiply_values(&work, first_row, start, end, item->end);
     }
     if (item->partial < 0) {
         for (int64_t row = 0; row < rows; row++) {
@@ -395,7 +396,7 @@ INLINE void *take(char **place, int64_t bytes) {
 
 // Lays a thread's scratch out at *place.
 static Scratch take_scratch(const AttendArgs *args, char **place) {
-    int64_t rows = max_rows(args), tile = max64(PACKED_TILE_TOKENS * rows, DIRECT_TILE_TOKENS * rows);
+    int64_t rows = max_rows(args), tile = max64(PACKED_TILE_TOKENS, DIRECT_TILE_TOKENS) * rows;
     return (Scratch){
         .q = take(place, rows * args->head_dim * 4),
         .scores = take(place, tile * 4),
@@ -429,11 +430,14 @@ EXPORT int64_t pagedkv_attend(const AttendArgs *args, char *workspace, int64_t w
         char *own = scratches + scratch_bytes * omp_get_thread_num();
         Scratch scratch = take_scratch(args, &own);
         // The last items of a long prompt see the most of it: begun first, none of them is waited for at the end.
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = plan.num_items - 1; i >= 0; i--) run_item(args, &plan, &plan.items[i], partials, &scratch);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < plan.num_groups; i++) {
-            if (plan.groups[i].num_items > 1) merge_group(args, &plan.groups[i], partials, &scratch);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t i = plan.num_items - 1; i >= 0; i--) {
+            Group *group = &plan.groups[plan.items[i].group];
+            run_item(args, group, &plan.items[i], partials, &scratch);
+            // Who finishes a group merges it: waiting for all threads in between would cost more.
+            if (group->num_items > 1 && __atomic_sub_fetch(&group->num_open, 1, __ATOMIC_ACQ_REL) == 0) {
+                merge_group(args, group, partials, &scratch);
+            }
         }
     }
     return needed;

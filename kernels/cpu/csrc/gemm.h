@@ -7,6 +7,7 @@
 #include "simd.h"
 
 enum {
+    B_PACKED,  // floats in scratch, that is in cache already; all others lie in blocks
     B_FP32,
     B_FP16,
     B_BF16_PAIRS,  // [depth / 2, ldb, 2]: two steps of a column lie together, so that a shift and a mask widen them
@@ -31,31 +32,58 @@ INLINE vfloat dot_pairs(vfloat sum, uint32_t a, vuint b) {
 
 #define MAX_TILE_ROWS 6  // × 2 vectors are 12 accumulators, which fit 16 registers beside B and a factor of A
 
-// Step k of LANES columns from `column` on. The compiler loads a pair once for both of its steps.
-INLINE vfloat load_step(int format, const void *b, int64_t ldb, int64_t k, int64_t column) {
-    if (format == B_FP32) return load((const float *)b + k * ldb + column);
-    if (format == B_FP16) return half_to_float((const uint16_t *)b + k * ldb + column);
-    vuint pairs = *(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + column);
-    return k % 2 ? (vfloat)(pairs & 0xffff0000) : (vfloat)(pairs << 16);
+INLINE int is_paired(int format) { return format == B_BF16_PAIRS || format == B_BF16_DOT; }
+
+// Bytes of one column of one step (of a pair of steps, where they lie in pairs).
+INLINE int64_t column_bytes(int format) { return format == B_FP16 ? 2 : 4; }
+
+// LANES columns of a step from `column` on. `line` is the step's, or its pair's, of which it is the second or not.
+INLINE vfloat load_step(int format, const char *line, int is_second, int64_t column) {
+    if (format == B_FP32 || format == B_PACKED) return load((const float *)line + column);
+    if (format == B_FP16) return half_to_float((const uint16_t *)line + column);
+    vuint pairs = *(const vuint_any *)((const uint32_t *)line + column);
+    return is_second ? (vfloat)(pairs & 0xffff0000) : (vfloat)(pairs << 16);
+}
+
+// Fetches a line into the cache. One a step: many at once would fill the queue of outstanding misses, and the processor
+// would wait for memory instead of multiplying.
+INLINE void prefetch_line(int format, int vectors, const char *line) {
+    if (format == B_PACKED) return;
+    for (int64_t i = 0; i < vectors * LANES * column_bytes(format); i += 64) __builtin_prefetch(line + i);
 }
 
 // Adds one step to the sums of a tile. Each factor of A is used up before the next is loaded: registers are few.
-INLINE void add_step(const int format, const int rows, const int vectors, const float *a, int64_t lda, const void *b,
-                     int64_t ldb, int64_t k, vfloat sum[MAX_TILE_ROWS][2]) {
+INLINE void add_step(const int format, const int rows, const int vectors, const float *a, int64_t lda, const char *line,
+                     int is_second, vfloat sum[MAX_TILE_ROWS][2]) {
     vfloat step[2];
 #pragma GCC unroll 2
-    for (int n = 0; n < vectors; n++) step[n] = load_step(format, b, ldb, k, n * LANES);
+    for (int n = 0; n < vectors; n++) step[n] = load_step(format, line, is_second, n * LANES);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        vfloat factor = splat(a[r * lda + k]);
+        vfloat factor = splat(a[r * lda]);
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; n++) sum[r][n] += factor * step[n];
     }
 }
 
+// Adds a pair of steps, of which the second counts only if `has_second`.
+INLINE void add_pair(const int rows, const int vectors, const uint32_t *a, int64_t lda, const char *line, int has_second,
+                     vfloat sum[MAX_TILE_ROWS][2]) {
+    vuint step[2];
+#pragma GCC unroll 2
+    for (int n = 0; n < vectors; n++) {
+        step[n] = *(const vuint_any *)((const uint32_t *)line + n * LANES) & (has_second ? 0xffffffff : 0xffff);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; n++) sum[r][n] = dot_pairs(sum[r][n], a[r * lda], step[n]);
+    }
+}
+
 // One tile of C: `rows` × (vectors * LANES). All of format, rows and vectors are constants where this is inlined.
 INLINE void multiply_tile(const int format, const int rows, const int vectors, const void *a, int64_t lda, const void *b,
-                          int64_t ldb, int64_t depth, float *c, int64_t ldc, int accumulate) {
+                          int64_t ldb, int64_t depth, int64_t ahead, float *c, int64_t ldc, int accumulate) {
     // Few rows need a second set of sums to hide the latency of a multiply-add.
     const int chains = rows * vectors <= 4 ? 2 : 1;
     vfloat sum[2][MAX_TILE_ROWS][2];
@@ -67,25 +95,26 @@ INLINE void multiply_tile(const int format, const int rows, const int vectors, c
             sum[1][r][n] = splat(0.0f);
         }
     }
-    int64_t k = 0;
-    if (format == B_BF16_DOT) {
-        const uint32_t *pairs = a;
-        for (; k < depth; k += 2) {
-            const uint32_t mask = k + 1 < depth ? 0xffffffff : 0xffff;
-#pragma GCC unroll 2
-            for (int n = 0; n < vectors; n++) {
-                vuint step = *(const vuint_any *)((const uint32_t *)b + k / 2 * ldb + n * LANES) & mask;
-#pragma GCC unroll 6
-                for (int r = 0; r < rows; r++) sum[0][r][n] = dot_pairs(sum[0][r][n], pairs[r * lda + k / 2], step);
-            }
+    const int64_t line_bytes = ldb * column_bytes(format), second = is_paired(format) ? 0 : line_bytes;
+    const char *line = b;
+    const float *factor = a;
+    const uint32_t *pair = a;
+    // An odd depth leaves half of a last pair, which is no step and may hold anything: it is not widened.
+    for (int64_t k = depth; k > 1; k -= 2) {
+        prefetch_line(format, vectors, line + ahead);
+        if (!is_paired(format)) prefetch_line(format, vectors, line + line_bytes + ahead);
+        if (format == B_BF16_DOT) {
+            add_pair(rows, vectors, pair++, lda, line, 1, sum[0]);
+        } else {
+            add_step(format, rows, vectors, factor, lda, line, 0, sum[0]);
+            add_step(format, rows, vectors, factor + 1, lda, line + second, 1, sum[chains - 1]);
+            factor += 2;
         }
-    } else {
-        // An odd depth leaves half of a last pair, which is no step and may hold anything: it is not widened.
-        for (; k + 1 < depth; k += 2) {
-            add_step(format, rows, vectors, a, lda, b, ldb, k, sum[0]);
-            add_step(format, rows, vectors, a, lda, b, ldb, k + 1, sum[chains - 1]);
-        }
-        if (k < depth) add_step(format, rows, vectors, a, lda, b, ldb, k, sum[0]);
+        line += second + line_bytes;
+    }
+    if (depth % 2) {
+        if (format == B_BF16_DOT) add_pair(rows, vectors, pair, lda, line, 0, sum[0]);
+        else add_step(format, rows, vectors, factor, lda, line, 0, sum[0]);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
@@ -96,13 +125,14 @@ INLINE void multiply_tile(const int format, const int rows, const int vectors, c
     }
 }
 
-typedef void multiply_tile_fn(const void *a, int64_t lda, const void *b, int64_t ldb, int64_t depth, float *c,
-                              int64_t ldc, int accumulate);
+typedef void multiply_tile_fn(const void *a, int64_t lda, const void *b, int64_t ldb, int64_t depth, int64_t ahead,
+                              float *c, int64_t ldc, int accumulate);
 
 #define DEFINE_TILE(format, rows, vectors)                                                                          \
     static void multiply_##format##_##rows##_##vectors(const void *a, int64_t lda, const void *b, int64_t ldb,      \
-                                                       int64_t depth, float *c, int64_t ldc, int accumulate) {      \
-        multiply_tile(format, rows, vectors, a, lda, b, ldb, depth, c, ldc, accumulate);                            \
+                                                       int64_t depth, int64_t ahead, float *c, int64_t ldc,         \
+                                                       int accumulate) {                                            \
+        multiply_tile(format, rows, vectors, a, lda, b, ldb, depth, ahead, c, ldc, accumulate);                     \
     }
 #define DEFINE_TILES(format)                                                                                       \
     DEFINE_TILE(format, 1, 1) DEFINE_TILE(format, 2, 1) DEFINE_TILE(format, 3, 1)                                   \
@@ -117,24 +147,24 @@ typedef void multiply_tile_fn(const void *a, int64_t lda, const void *b, int64_t
          multiply_##format##_5_2, multiply_##format##_6_2},                                                        \
     }
 
+DEFINE_TILES(B_PACKED)
 DEFINE_TILES(B_FP32)
 DEFINE_TILES(B_FP16)
 DEFINE_TILES(B_BF16_PAIRS)
 DEFINE_TILES(B_BF16_DOT)
 
 static multiply_tile_fn *const multiply_tiles[NUM_B_FORMATS][2][MAX_TILE_ROWS] = {
+    LIST_TILES(B_PACKED),
     LIST_TILES(B_FP32),
     LIST_TILES(B_FP16),
     LIST_TILES(B_BF16_PAIRS),
     LIST_TILES(B_BF16_DOT),
 };
 
-// Bytes of one column of one step (of a pair of steps, where they lie in pairs).
-INLINE int64_t column_bytes(int format) { return format == B_FP16 ? 2 : 4; }
-
 // C[rows, columns] (+)= A[rows, depth] × B[depth, columns]; columns are a multiple of LANES. lda counts floats, or pairs.
+// What is needed soon lies `ahead` bytes behind b.
 static void multiply(int format, int64_t rows, int64_t columns, int64_t depth, const void *a, int64_t lda, const void *b,
-                     int64_t ldb, float *c, int64_t ldc, int accumulate) {
+                     int64_t ldb, int64_t ahead, float *c, int64_t ldc, int accumulate) {
     int64_t num_chunks = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         int64_t first = rows * chunk / num_chunks, count = rows * (chunk + 1) / num_chunks - first;
@@ -142,7 +172,7 @@ static void multiply(int format, int64_t rows, int64_t columns, int64_t depth, c
         for (int64_t column = 0; column < columns;) {
             int vectors = columns - column >= 2 * LANES ? 2 : 1;
             multiply_tiles[format][vectors - 1][count - 1](tile_a, lda, (const char *)b + column * column_bytes(format),
-                                                           ldb, depth, c + first * ldc + column, ldc, accumulate);
+                                                           ldb, depth, ahead, c + first * ldc + column, ldc, accumulate);
             column += vectors * LANES;
         }
     }
