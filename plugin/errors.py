@@ -56,3 +56,8 @@ class StepError(PagedKVError):
 
 class IntegrityError(PagedKVError):
     """The bookkeeping contradicts itself (`check_integrity`) or a block is released twice: a bug of ours."""
+
+
+class ShardError(PagedKVError):
+    """The processes that serve one model together can't go on, or can't join: one is missing, has ended, failed, or
+    decided otherwise than the others. The text names the rank."""

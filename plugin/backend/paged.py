@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pagedkv.plugin.admission import validate_requests
+from pagedkv.plugin.backend.agreement import StepAgreement
 from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.profile import measure_activation_bytes
@@ -17,7 +18,8 @@ from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, Counters, make_stats
 from pagedkv.plugin.cache.budget import size_pool
 from pagedkv.plugin.config import ResolvedConfig
-from pagedkv.plugin.errors import CapacityError, StepError, UnavailableError, UnsupportedError
+from pagedkv.plugin.distributed import joined_group
+from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import (
     INTERFACE_VERSION,
     AttentionKernels,
@@ -51,7 +53,11 @@ class Pool:
 
 
 class PagedBackend:
-    """Continuous batching over a paged cache. See `pagedkv.plugin.interface.Backend`."""
+    """Continuous batching over a paged cache. See `pagedkv.plugin.interface.Backend`.
+
+    One of several shards, where the process has joined a group: every call must then be made on all of them in the same
+    order, and a step that fails raises ShardError and ends them all.
+    """
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
 
@@ -61,6 +67,7 @@ class PagedBackend:
         self._kernels = kernels
         self._eos_token_ids = model.spec.eos_token_ids
         self._executor = StepExecutor(config, model, kernels)
+        self._agreement = StepAgreement(joined_group())
         self._sequences: dict[RequestId, LiveSequence] = {}
         self._counters = Counters()
         self._pool: Pool | None = None
@@ -94,9 +101,10 @@ class PagedBackend:
             raise UnavailableError("the cache can't be sized while requests are running; end them first")
         self._pool = None
         effective = EffectiveLimits.create(limits, self._config, self._model.spec)
-        num_blocks = self._size_pool(effective)
-        self._executor.allocate(num_blocks)
-        self._executor.prepare_decodes(self._config.graph_batch_sizes, effective.max_total_tokens)
+        with self._agreement.warming_up():
+            num_blocks = self._size_pool(effective)
+            self._executor.allocate(num_blocks)
+            self._executor.prepare_decodes(self._config.graph_batch_sizes, effective.max_total_tokens)
         self._pool = self._make_pool(num_blocks, effective)
         return self._describe_capacity(num_blocks, effective)
 
@@ -113,7 +121,8 @@ class PagedBackend:
             pool.scheduler.abort(queued)
             raise
         for request in requests:
-            self._sequences[request.id] = LiveSequence.create(request, self._counters.num_requests)
+            arrival = self._counters.num_requests
+            self._sequences[request.id] = LiveSequence.create(request, arrival, self._agreement.derive_seed(arrival))
             self._counters.count_request(request)
 
     def step(self, only: Collection[RequestId] | None = None) -> list[StepOutput]:
@@ -125,6 +134,7 @@ class PagedBackend:
     def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
         """Decides the next step. A plan with rows must be executed and committed before the next call."""
         plan = self._require_pool().scheduler.schedule(only)
+        self._agreement.check_plan(plan)
         for row in plan.scheduled:
             sequence = self._sequences[row.id]
             if sequence.num_cached_tokens is None:
@@ -139,7 +149,10 @@ class PagedBackend:
             StepError: the plan failed; its sequences are gone and their blocks are back.
         """
         try:
-            return self._executor.run(plan, self._sequences)
+            with self._agreement.running(plan):
+                return self._executor.run(plan, self._sequences)
+        except ShardError:
+            raise
         except Exception as error:
             self._require_pool().scheduler.fail(plan)
             ids = [row.id for row in plan.scheduled]
@@ -149,6 +162,7 @@ class PagedBackend:
 
     def commit(self, plan: StepPlan, sampled: Mapping[RequestId, SampledToken]) -> list[StepOutput]:
         """Takes a step's tokens into the sequences; ends and releases those that are finished."""
+        self._agreement.note_tokens(sampled)
         in_order = sorted(sampled, key=lambda id_: self._sequences[id_].arrival)
         outputs = [self._take_token(self._sequences[id_], sampled[id_]) for id_ in in_order]
         finished = [output.request_id for output in outputs if output.finish_reason]

@@ -28,9 +28,10 @@ class LiveSequence:
     """One a prompt token computed so far; only where the request asks for it."""
 
     @classmethod
-    def create(cls, request: Request, arrival: int) -> LiveSequence:
+    def create(cls, request: Request, arrival: int, fresh_seed: int | None = None) -> LiveSequence:
+        """`fresh_seed` is for a request that brings none; None draws one."""
         params = request.params
-        sampling = SamplingRow.create(params, list(request.prompt_ids))
+        sampling = SamplingRow.create(params, list(request.prompt_ids), fresh_seed)
         return cls(
             request,
             arrival,

@@ -91,8 +91,8 @@ def agree_on_minimum(value: int) -> int:
     """The least value over all ranks of torch.distributed; the value itself where it is not initialized."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
-    has_nccl = "nccl" in torch.distributed.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+    has_gloo = "gloo" in torch.distributed.get_backend_config()
+    device = torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
     return int(tensor.item())

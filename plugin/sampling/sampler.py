@@ -39,9 +39,12 @@ class SamplingRow:
     """Of `token_ids`, as far as a penalty has asked for them."""
 
     @classmethod
-    def create(cls, params: SamplingParams, token_ids: list[int]) -> Self:
-        """For a new request, whose `token_ids` are its prompt. Without a seed in `params` it gets a fresh one."""
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+    def create(cls, params: SamplingParams, token_ids: list[int], fresh_seed: int | None = None) -> Self:
+        """For a new request, whose `token_ids` are its prompt. Without a seed in `params` it gets `fresh_seed`, or one
+        drawn at random where that is None."""
+        if fresh_seed is None:
+            fresh_seed = secrets.randbits(64)
+        seed = fresh_seed if params.seed is None else params.seed
         return cls(params=params, seed=seed, token_ids=token_ids, num_prompt_tokens=len(token_ids))
 
     @property

@@ -1,0 +1,201 @@
+"""The processes that serve one model together, its shards: how they join, agree on numbers, and end.
+
+Every shard runs the same calls in the same order (a router sends each call to all), schedules for itself, and computes
+its part of every layer; collectives inside the model join the parts. So all must decide alike: numbers that could
+differ (memory, seeds) are agreed here, and what was decided is compared at each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed
+
+from pagedkv.plugin.errors import ConfigError, ShardError
+from pagedkv.plugin.lifeline import Lifeline, OnFailure, connect_lifeline
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""Longer than any load of weights; steps have a limit of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A process's place among those that serve one model."""
+
+    rank: int = 0
+    num_shards: int = 1
+
+
+class ShardGroup:
+    """The shards as one of them sees the others. Made by `join_shards`.
+
+    Args:
+        info: of this shard.
+        run_seed: the same on every shard, 0 ≤ run_seed < 2**64.
+        lifeline: connects the shards.
+        step_timeout_s: how long a step may take.
+    """
+
+    def __init__(self, info: ShardInfo, run_seed: int, lifeline: Lifeline, step_timeout_s: float) -> None:
+        self.info = info
+        self._run_seed = run_seed
+        self._lifeline = lifeline
+        self._step_timeout_s = step_timeout_s
+
+    def derive_seed(self, count: int) -> int:
+        """The seed, 0 ≤ seed < 2**64, of the request of this number: fresh in each run, equal on all shards."""
+        words = self._run_seed.to_bytes(8, "little") + count.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+    def gather(self, value: int) -> list[int]:
+        """Every rank's value (-2**63 ≤ value < 2**63). All shards call it, or all wait.
+
+        Raises:
+            ShardError: one of them has left.
+        """
+        self._refuse_departed()
+        own = torch.tensor([value], dtype=torch.int64)
+        values = [torch.empty_like(own) for _ in range(self.info.num_shards)]
+        torch.distributed.all_gather(values, own)
+        return [int(other) for other in values]
+
+    @contextmanager
+    def step(self, task: str) -> Iterator[None]:
+        """As `collective`, for a part of a step: it also fails when it takes longer than a step may."""
+        with self._lifeline.time_limit(self._step_timeout_s, task), self.collective(task):
+            yield
+
+    @contextmanager
+    def collective(self, task: str, shared_errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """For a body in which the shards wait for one another: they all get through it, or all fail.
+
+        Args:
+            task: what the body does, for the message: "step 17".
+            shared_errors: exceptions that all shards raise alike, and survive.
+
+        Raises:
+            ShardError: the body failed here, or because another shard is gone.
+        """
+        try:
+            yield
+        except ShardError:
+            raise
+        except shared_errors:
+            raise
+        except Exception as error:
+            # A shard that dies breaks the collectives of the others: its end is the news, not what it broke.
+            if not self._lifeline.wait_for_report():
+                self._refuse_departed()
+                logger.exception("%s failed", task)
+                self._lifeline.fail(f"{task} failed on rank {self.info.rank}: {type(error).__name__}: {error}")
+            raise ShardError(self._lifeline.failure) from error
+
+    def fail(self, message: str) -> NoReturn:
+        """Ends the work of every shard. Raises ShardError where the failure handler returns."""
+        self._lifeline.fail(message)
+        raise ShardError(self._lifeline.failure or message)
+
+    def _refuse_departed(self) -> None:
+        for rank in self._lifeline.departed_ranks():
+            self.fail(f"rank {rank} has left: no step can run without it")
+
+    def leave(self, failure: str = "") -> None:
+        """Ends this shard's part: in order, or with the failure that ends the others too. A second call does nothing.
+
+        Collective work is over: who still steps fails.
+        """
+        global _group
+        if _group is not self:
+            return
+        _group = None
+        self._lifeline.leave(f"rank {self.info.rank} has failed: {failure}" if failure else "")
+        torch.distributed.destroy_process_group()
+
+
+_group: ShardGroup | None = None
+
+
+def joined_group() -> ShardGroup | None:
+    """The group that this process has joined; None where it serves a model alone.
+
+    There is one a process, as there is one default group of torch.distributed, over which models are split.
+    """
+    return _group
+
+
+def join_shards(
+    info: ShardInfo,
+    host: str,
+    port: int,
+    *,
+    device_type: str,
+    on_failure: OnFailure,
+    join_timeout_s: float = 120.0,
+    step_timeout_s: float = 120.0,
+) -> ShardGroup:
+    """Joins the other shards of a model: torch.distributed over gloo on CPUs, and NCCL beside it on GPUs.
+
+    Args:
+        info: of this shard, of at least two.
+        host, port: where rank 0 listens (MASTER_ADDR, MASTER_PORT).
+        device_type: "cpu" or "cuda", the same for all.
+        on_failure: called once, from any thread, when this or another shard has failed. It should end the process:
+            threads may be waiting in a collective for ever.
+        join_timeout_s: how long to wait for the others.
+        step_timeout_s: how long one step may take before it counts as failed.
+
+    Raises:
+        ConfigError: the address can't be used, or the shards have different devices.
+        ShardError: some did not come; the text names them where this is known.
+    """
+    global _group
+    assert _group is None, "one group a process"
+    store = _connect_store(info, host, port, join_timeout_s)
+    lifeline = connect_lifeline(info.rank, info.num_shards, store, host, join_timeout_s, on_failure)
+    store.set(f"pagedkv/device/{info.rank}", device_type)
+    devices = [store.get(f"pagedkv/device/{rank}").decode() for rank in range(info.num_shards)]
+    if len(set(devices)) > 1:
+        raise ConfigError(f"the shards must have devices of one kind, but ranks 0, 1, … have {', '.join(devices)}")
+    if info.rank == 0:
+        store.set("pagedkv/run_seed", str(secrets.randbits(64)))
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=torch.distributed.PrefixStore("pagedkv/collectives", store),
+        rank=info.rank,
+        world_size=info.num_shards,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    _group = ShardGroup(info, int(store.get("pagedkv/run_seed")), lifeline, step_timeout_s)
+    logger.info("rank %d of %d has joined the others at %s:%d", info.rank, info.num_shards, host, port)
+    return _group
+
+
+def _connect_store(info: ShardInfo, host: str, port: int, timeout_s: float) -> torch.distributed.TCPStore:
+    try:
+        return torch.distributed.TCPStore(
+            host,
+            port,
+            info.num_shards,
+            is_master=info.rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's own errors of this kind are RuntimeErrors
+        if info.rank:
+            raise ShardError(
+                f"rank {info.rank} can't reach rank 0 at {host}:{port} within {timeout_s:g} s: did it start, and are "
+                f"MASTER_ADDR and MASTER_PORT the same for all? ({error})"
+            ) from error
+        raise ConfigError(
+            f"rank 0 can't listen on {host}:{port} for the other shards; set MASTER_PORT to a free port ({error})"
+        ) from error
