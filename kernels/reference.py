@@ -1,9 +1,7 @@
 """The `reference` kernels: plain torch, on any device. Slow beside the others and easy to check by reading.
 
-Keys and values of a layer lie token-major, so that the blocks of a row, gathered, are its tokens in order:
-
-    k: [num_blocks, block_size, num_kv_heads, head_dim]
-    v: [num_blocks, block_size, num_kv_heads, v_head_dim]
+Keys and values of a layer lie token-major, so that the blocks of a row, gathered, are its tokens in order; how, and
+with which scales, says `pagedkv.kernels.reference_storage`. Gathered blocks are dequantized as they are attended over.
 """
 
 from __future__ import annotations
@@ -15,6 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from pagedkv.kernels.reference_storage import (
+    allocate_blocks,
+    load_blocks,
+    store_slots,
+    unsupported_format_reasons,
+)
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec
@@ -29,7 +33,7 @@ _MAX_SCORES = 2**24
 
 
 class ReferenceKernels:
-    """Implements `AttentionKernels` for unquantized KV dtypes."""
+    """Implements `AttentionKernels` for every KV dtype of `pagedkv.plugin.kv_dtypes`."""
 
     interface_version: ClassVar[int] = 1
     name = "reference"
@@ -43,9 +47,7 @@ class ReferenceKernels:
         return cls(device)
 
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
-        reasons = []
-        if cache_spec.kv_dtype not in KV_DTYPE_OF_TORCH.values():
-            reasons.append(f"the KV dtype {cache_spec.kv_dtype.name} is not implemented")
+        reasons = unsupported_format_reasons(cache_spec.kv_dtype)
         if dtype not in KV_DTYPE_OF_TORCH:
             reasons.append(f"queries of {dtype} are not implemented")
         if spec.num_heads % spec.num_kv_heads:
@@ -53,20 +55,11 @@ class ReferenceKernels:
         return reasons
 
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
-        shape = (num_blocks, cache_spec.block_size, cache_spec.num_kv_heads)
-        dtype = cache_spec.kv_dtype.storage
-        tensors = {
-            "k": torch.zeros(*shape, cache_spec.head_dim, dtype=dtype, device=self._device),
-            "v": torch.zeros(*shape, cache_spec.v_head_dim, dtype=dtype, device=self._device),
-        }
-        return KVStorage(cache_spec, num_blocks, tensors)
+        return allocate_blocks(cache_spec, num_blocks, self._device)
 
     def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
         is_real = metadata.slot_mapping >= 0
-        slots = metadata.slot_mapping[is_real]
-        for name, new in (("k", k), ("v", v)):
-            cache = storage.tensors[name]
-            cache.flatten(0, 1).index_copy_(0, slots, new[is_real].to(cache.dtype))
+        store_slots(storage, metadata.slot_mapping[is_real], k[is_real], v[is_real])
 
     def attend(
         self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
@@ -96,7 +89,9 @@ class ReferenceKernels:
             )
 
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (storage.tensors[name].flatten(0, 1)[slots].float() for name in ("k", "v"))
+        block_size = storage.spec.block_size
+        blocks, places = torch.unique(slots // block_size, return_inverse=True)
+        k, v = (numbers[places, slots % block_size].float() for numbers in load_blocks(storage, blocks))
         return k, v
 
 
@@ -137,7 +132,7 @@ def _attend_decodes(
     # A row's columns past its last block repeat that block, whose id is valid; the tokens are masked by position.
     columns = first_blocks[:, None] + torch.arange(num_blocks, device=q.device)
     blocks = metadata.block_table[rows[:, None], columns.minimum(last_blocks[:, None])].long()
-    k, v = (storage.tensors[name][blocks].flatten(1, 2) for name in ("k", "v"))
+    k, v = (numbers.flatten(1, 2) for numbers in load_blocks(storage, blocks))
     k_positions = (first_blocks * block_size)[:, None] + torch.arange(num_blocks * block_size, device=q.device)
     # Zero weight times NaN is NaN, so what lies past the end is cleared. Keys are masked by their scores.
     v = v.masked_fill((k_positions > q_positions[:, None])[:, :, None, None], 0)
@@ -156,7 +151,7 @@ def _attend_prefill(
     first_block = _first_visible(first_query, options.sliding_window) // block_size
     first_token = first_block * block_size
     blocks = blocks[first_block : (seq_len - 1) // block_size + 1].long()
-    k, v = (storage.tensors[name][blocks].flatten(0, 1)[: seq_len - first_token] for name in ("k", "v"))
+    k, v = (numbers.flatten(0, 1)[: seq_len - first_token] for numbers in load_blocks(storage, blocks))
     k_positions = torch.arange(first_token, seq_len, device=q.device)
     q_positions = torch.arange(first_query, seq_len, device=q.device)
     if _is_plain(options) and options.sliding_window is None and first_query == 0:

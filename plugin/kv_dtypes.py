@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
@@ -37,7 +38,10 @@ class ScaleGranularity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVDtype:
-    """A KV dtype. Elements of `bits` bits are packed densely along the head dimension."""
+    """A KV dtype. Elements of `bits` bits are packed densely along the head dimension.
+
+    A number is element × scale, or (element + zero point) × scale where there are zero points.
+    """
 
     name: str
     bits: int
@@ -47,12 +51,27 @@ class KVDtype:
     key_scales: ScaleGranularity = ScaleGranularity.NONE
     value_scales: ScaleGranularity = ScaleGranularity.NONE
     scale_dtype: torch.dtype = torch.float32
+    """int8 holds binary logarithms in eighths: the scale is 2^(code / SCALE_CODES_PER_OCTAVE)."""
+    zero_dtype: torch.dtype | None = None
+    """Of the zero points, in steps, that stand beside scales inside blocks, one each; None: there are none."""
     group_size: int = 0
     """Channels that share a scale, for `TOKEN_GROUP`; a head_dim below it is one group."""
 
     @property
     def is_quantized(self) -> bool:
         return self.key_scales is not ScaleGranularity.NONE or self.value_scales is not ScaleGranularity.NONE
+
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether `KVStorage.static_scales` must be given."""
+        return ScaleGranularity.STATIC in (self.key_scales, self.value_scales)
+
+    @property
+    def max_element(self) -> float:
+        """The largest element: 127 of int8, 448 of fp8_e4m3, 15 of int4."""
+        if self.storage.is_floating_point:
+            return torch.finfo(self.storage).max
+        return float(2 ** (self.bits - self.is_signed) - 1)
 
     def num_scales(self, granularity: ScaleGranularity, head_dim: int, block_size: int) -> int:
         """Scales inside one block for one head of keys or of values."""
@@ -66,6 +85,29 @@ class KVDtype:
             case _:
                 return 0
 
+    def key_bytes(self, head_dim: int, block_size: int) -> int:
+        """Bytes of one head's keys in one block: elements, scales, zero points."""
+        return self._bytes(self.key_scales, head_dim, block_size)
+
+    def value_bytes(self, v_head_dim: int, block_size: int) -> int:
+        """Bytes of one head's values in one block: elements, scales, zero points."""
+        return self._bytes(self.value_scales, v_head_dim, block_size)
+
+    def _bytes(self, granularity: ScaleGranularity, dim: int, block_size: int) -> int:
+        bytes_per_scale = self.scale_dtype.itemsize + (self.zero_dtype.itemsize if self.zero_dtype else 0)
+        return -(-dim * self.bits // 8) * block_size + bytes_per_scale * self.num_scales(granularity, dim, block_size)
+
+
+SCALE_CODES_PER_OCTAVE = 8
+"""Of scales that int8 holds: from 2^-16 to 2^15.9, each 9 % above the one before."""
+
+ENTRY_POINT_GROUP = "pagedkv.kv_dtypes"
+"""Entry points of this group name a `KVDtype` each, under its own name."""
+
+TGI_NAMES = {"fp8_e4m3fn": "fp8_e4m3"}
+"""text-generation-inference's names that are not ours; its fp8_e5m2 is."""
+
+STATIC_SUFFIX = "_static"
 
 _KV_DTYPES: dict[str, KVDtype] = {}
 
@@ -83,20 +125,88 @@ def register_kv_dtype(kv_dtype: KVDtype) -> KVDtype:
 
 
 def find_kv_dtype(name: str) -> KVDtype:
-    """Raises ConfigError, listing the known names, when there is none of this name."""
+    """The KV dtype of this name, or of this name of text-generation-inference; a plugin's is imported on first use.
+
+    Raises:
+        ConfigError: there is none; the known names are listed.
+        PluginError: the plugin fails to import, or is no KV dtype of this name.
+    """
+    name = TGI_NAMES.get(name, name)
+    if name not in _KV_DTYPES:
+        point = next((point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name), None)
+        if point is None:
+            raise ConfigError(f"unknown KV dtype {name!r}; known: {', '.join(known_kv_dtypes())}")
+        register_kv_dtype(_load_kv_dtype(point))
+    return _KV_DTYPES[name]
+
+
+def _load_kv_dtype(point: EntryPoint) -> KVDtype:
     try:
-        return _KV_DTYPES[name]
-    except KeyError:
-        raise ConfigError(f"unknown KV dtype {name!r}; known: {', '.join(known_kv_dtypes())}") from None
+        kv_dtype = point.load()
+    except Exception as error:  # any code of the plugin's own may run here
+        raise PluginError(f"the KV dtype {point.name!r} ({point.value}) fails to import: {error}") from error
+    if not isinstance(kv_dtype, KVDtype) or kv_dtype.name != point.name:
+        raise PluginError(f"the entry point {point.name!r} ({point.value}) names no KVDtype of this name")
+    return kv_dtype
 
 
 def known_kv_dtypes() -> list[str]:
-    return sorted(_KV_DTYPES)
+    """Names of ours and of the plugins', which stay unimported."""
+    return sorted({*_KV_DTYPES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def find_static_variant(kv_dtype: KVDtype) -> KVDtype:
+    """The KV dtype with the same elements whose scales come from outside the blocks.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    name = kv_dtype.name if kv_dtype.has_static_scales else kv_dtype.name + STATIC_SUFFIX
+    if name not in known_kv_dtypes():
+        able = ", ".join(known for known in known_kv_dtypes() if known + STATIC_SUFFIX in known_kv_dtypes())
+        raise ConfigError(f"the KV dtype {kv_dtype.name} takes no scales from outside; those that do: {able}")
+    return find_kv_dtype(name)
 
 
 FP32 = register_kv_dtype(KVDtype("fp32", 32, torch.float32))
 FP16 = register_kv_dtype(KVDtype("fp16", 16, torch.float16))
 BF16 = register_kv_dtype(KVDtype("bf16", 16, torch.bfloat16))
+
+
+def _register_8_bits(name: str, storage: torch.dtype) -> tuple[KVDtype, KVDtype]:
+    """A KV dtype of one-byte elements with a scale per token and head, and one with a scale per head from outside."""
+    per_token, static = (
+        register_kv_dtype(KVDtype(full_name, 8, storage, key_scales=granularity, value_scales=granularity))
+        for full_name, granularity in (
+            (name, ScaleGranularity.TOKEN),
+            (name + STATIC_SUFFIX, ScaleGranularity.STATIC),
+        )
+    )
+    return per_token, static
+
+
+INT8, INT8_STATIC = _register_8_bits("int8", torch.int8)
+FP8_E4M3, FP8_E4M3_STATIC = _register_8_bits("fp8_e4m3", torch.float8_e4m3fn)
+FP8_E5M2, FP8_E5M2_STATIC = _register_8_bits("fp8_e5m2", torch.float8_e5m2)
+INT4 = register_kv_dtype(
+    KVDtype(
+        "int4",
+        4,
+        torch.uint8,
+        is_signed=False,
+        key_scales=ScaleGranularity.CHANNEL,
+        value_scales=ScaleGranularity.TOKEN_GROUP,
+        scale_dtype=torch.int8,
+        zero_dtype=torch.int8,
+        group_size=64,
+    )
+)
+"""Keys have outlier channels, values have none: so keys share a scale and a zero point along the tokens of a block,
+values along channels (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024).
+
+An incomplete block is quantized anew when a token comes, from what is stored of the tokens before it; see
+`pagedkv.kernels.quantization`. Nothing but the block is needed for it, so that a copied block can be continued.
+"""
 
 KV_DTYPE_OF_TORCH = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 """What `auto` means: the KV dtype that keeps a model's own dtype."""
@@ -119,10 +229,8 @@ class KVCacheSpec:
     def bytes_per_block(self) -> int:
         """Elements, scales and padding of one block in this layer."""
         dtype = self.kv_dtype
-        elements = sum(-(-dim * dtype.bits // 8) for dim in (self.head_dim, self.v_head_dim)) * self.block_size
-        num_scales = dtype.num_scales(dtype.key_scales, self.head_dim, self.block_size)
-        num_scales += dtype.num_scales(dtype.value_scales, self.v_head_dim, self.block_size)
-        return self.num_kv_heads * (elements + num_scales * dtype.scale_dtype.itemsize)
+        per_head = dtype.key_bytes(self.head_dim, self.block_size) + dtype.value_bytes(self.v_head_dim, self.block_size)
+        return self.num_kv_heads * per_head
 
     @property
     def bytes_per_token(self) -> float:
