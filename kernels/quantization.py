@@ -92,7 +92,8 @@ def quantize_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, tor
     # What fills the last group up repeats a number of it, so that it does not widen the range.
     filling = x[..., -1:].expand(*x.shape[:-1], -dim % width)
     grouped = torch.cat([x, filling], -1).unflatten(-1, (-1, width))
-    elements, codes, zeros = _quantize_affine(grouped.float(), -1)
+    is_real = (torch.arange(grouped.shape[-2] * width, device=x.device) < dim).view(-1, width)
+    elements, codes, zeros = _quantize_affine(grouped.float(), -1, is_real)
     return elements.flatten(-2)[..., :dim], codes.squeeze(-1), zeros.squeeze(-1)
 
 
