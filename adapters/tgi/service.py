@@ -88,6 +88,8 @@ class GenerationService:
         self._integrity_fault: Exception | None = None
         self._num_arriving = 0
         self._has_unchecked_steps = False
+        self._failed_prefill: tuple[int, int] | None = None
+        """Ids of the new and the running batch of a Prefill that failed, until the next step is asked for."""
 
     @property
     def num_requests(self) -> int:
@@ -167,6 +169,9 @@ class GenerationService:
 
     async def clear_cache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         batch_ids = [request.id] if request.HasField("id") else None
+        if batch_ids and self._failed_prefill and self._failed_prefill[0] == request.id:
+            # A router that gives up on a Prefill has dropped the running batch too, but clears the new one alone.
+            batch_ids.append(self._failed_prefill[1])
         await self._loop.run(functools.partial(self._runner.clear, batch_ids))
         return pb.ClearCacheResponse()
 
@@ -182,12 +187,17 @@ class GenerationService:
         arrived_s, started_ns = time.monotonic(), time.perf_counter_ns()
         if self._is_draining:
             raise UnavailableError("the server is draining; send new requests elsewhere")
+        self._failed_prefill = None
         self._num_arriving += len(request.batch.requests)
         try:
             requests = await asyncio.get_running_loop().run_in_executor(
                 self._tokenizer_threads, self._read_batch, request.batch, arrived_s
             )
             result, response = await self._add_and_step(request, requests, started_ns)
+        except Exception:
+            if request.HasField("cached_batch"):
+                self._failed_prefill = request.batch.id, request.cached_batch.id
+            raise
         finally:
             self._num_arriving -= len(request.batch.requests)
         context.set_trailing_metadata(_cached_tokens(result))
@@ -195,6 +205,7 @@ class GenerationService:
 
     async def decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         started_ns = time.perf_counter_ns()
+        self._failed_prefill = None
         batch_ids = [batch.id for batch in request.batches]
 
         def step() -> tuple[StepResult, pb.DecodeResponse]:
