@@ -11,7 +11,7 @@ from pagedkv.integration import quickstart
 
 def test_quickstart_shows_a_prefix_hit_that_the_contiguous_backend_has_not(demo_model: Path) -> None:
     done = subprocess.run(
-        [sys.executable, quickstart.__file__], capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, quickstart.__file__], capture_output=True, text=True, timeout=290, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {words[0]: words for line in done.stdout.splitlines() if (words := line.split()) and len(words) == 7}
