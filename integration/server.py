@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address, shard_path
+from pagedkv.integration.shards import joined_shards
 from pagedkv.plugin.assemble import Assembly, assemble
 from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
 
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 """How long the end waits for a step that still runs. What runs longer is stuck, and is left behind."""
+
+ABANDONED_BATCH_TIMEOUT_S = 600.0
+"""For a server alone. The clocks of several shards never agree to the step, and these must end the same batches."""
 
 EXIT_DRAINED = 0
 EXIT_CUT_OFF = 1
@@ -78,9 +84,14 @@ class ServerSummary:
         )
 
 
-def set_up_logging(level: str) -> None:
-    """Our lines from `level` on, those of libraries from warnings on; all to standard error."""
-    logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def set_up_logging(level: str, origin: str = "") -> None:
+    """Our lines from `level` on, those of libraries from warnings on; all to standard error.
+
+    Args:
+        origin: stands before each message, where several processes write to one place: "rank 1: ".
+    """
+    line_format = f"%(asctime)s %(levelname)s {origin}%(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level="WARNING", format=line_format)
     logging.getLogger("pagedkv").setLevel(level)
 
 
@@ -105,12 +116,14 @@ def run_server(
         PagedKVError: config, plugins, model or address can't be served; the text says what to change.
     """
     _check_addresses(config, rank)
-    assembly = assemble(config)
-    logger.info("resolved config: %s", json.dumps(_plain({**_as_dict(assembly.config), "server": config.server})))
-    try:
-        return asyncio.run(_serve(assembly, config, announce, rank, num_shards))
-    finally:
-        assembly.backend.close()
+    shard = ShardInfo(rank, num_shards)
+    with joined_shards(config, shard):
+        assembly = assemble(config)
+        logger.info("resolved config: %s", json.dumps(_plain({**_as_dict(assembly.config), "server": config.server})))
+        try:
+            return asyncio.run(_serve(assembly, config, announce, shard))
+        finally:
+            assembly.backend.close()
 
 
 def _check_addresses(config: Config, rank: int) -> None:
@@ -122,10 +135,17 @@ def _check_addresses(config: Config, rank: int) -> None:
 
 
 async def _serve(
-    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, rank: int, num_shards: int
+    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, shard: ShardInfo
 ) -> int:
     backend = assembly.backend
-    server = GenerationServer(backend, assembly.tokenizer, config.server, rank=rank, num_shards=num_shards)
+    server = GenerationServer(
+        backend,
+        assembly.tokenizer,
+        config.server,
+        rank=shard.rank,
+        num_shards=shard.num_shards,
+        abandoned_batch_timeout_s=ABANDONED_BATCH_TIMEOUT_S if shard.num_shards == 1 else math.inf,
+    )
     stop_asked = _watch_signals()
     await server.start()
     try:

@@ -5,7 +5,7 @@ A model is a directory, or a name whose files are in the local Hugging Face cach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,13 @@ def load_causal_model(
     dtype: torch.dtype,
     device: torch.device,
     attn_implementation: str | None,
+    split: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
     """The model with its weights, in evaluation mode.
 
     Args:
         attn_implementation: name of an attention function of transformers; None leaves the choice to it.
+        split: what `plan_split` says, for a shard of the model; its device is then the process's own.
 
     Raises:
         ConfigError: no safetensors weights (and pickled ones are not allowed), or weights that lack parameters.
@@ -91,7 +93,7 @@ def load_causal_model(
             settings.path,
             config=model_config,
             dtype=dtype,
-            device_map={"": device},
+            **({"device_map": {"": device}} if split is None else split),
             attn_implementation=attn_implementation,
             use_safetensors=None if settings.allow_pickle else True,
             output_loading_info=True,

@@ -18,6 +18,7 @@ import torch
 
 from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.config import ResolvedConfig
+from pagedkv.plugin.distributed import joined_group
 from pagedkv.plugin.errors import StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
@@ -59,6 +60,8 @@ class ContiguousBackend:
                 f"the contiguous backend keeps keys and values in the model's dtype ({kept.name}), not in "
                 f"{wanted.name}; set cache.kv_dtype to auto, or the backend to paged"
             )
+        if joined_group() is not None:
+            raise UnsupportedError("the contiguous backend serves a model with one shard; set the backend to paged")
         return cls(config, ContiguousModel.load(config))
 
     @property

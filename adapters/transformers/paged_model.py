@@ -9,14 +9,16 @@ import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext
 from pagedkv.plugin.config import ModelSettings, ResolvedConfig
+from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import ModelSpec
 
 from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
-from .checkpoint import load_causal_model, load_model_config
+from .checkpoint import build_meta_model, load_causal_model, load_model_config
 from .description import describe_checkpoint
 from .probe import probe_layers
+from .sharding import check_split, has_shared_heads, keep_shared_head, plan_split
 from .tokenizer import TransformersTokenizer
 
 
@@ -41,20 +43,43 @@ class TransformersModel:
     @classmethod
     @torch.inference_mode()
     def load(cls, config: ResolvedConfig, device: torch.device) -> TransformersModel:
-        """Loads the weights and runs three tokens to see that every layer calls the context.
+        """Loads the weights, this shard's part of them where the process has joined a group, and runs three tokens to
+        see that every layer calls the context.
 
         Raises:
             ConfigError: weights are missing, or pickled and not allowed.
-            UnsupportedError: a layer does not go through the attention interface; the text names it.
+            UnsupportedError: a layer does not go through the attention interface, or the model can't be split over
+                this many shards; the text says why.
         """
         spec = describe_checkpoint(config.model).with_dtype(config.dtype)
+        group = joined_group()
+        if group is not None:
+            return cls._load_shard(config, device, spec, group.info)
         model_config = load_model_config(config.model)
         model = load_causal_model(
             config.model, model_config, dtype=config.dtype, device=device, attn_implementation=ATTENTION_NAME
         )
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise UnsupportedError(f"{spec.architecture} can't restrict its logits to rows (logits_to_keep)")
-        return cls(model, probe_layers(model, spec))
+        return cls(model, _probe(model, spec))
+
+    @classmethod
+    def _load_shard(
+        cls, config: ResolvedConfig, device: torch.device, spec: ModelSpec, shard: ShardInfo
+    ) -> TransformersModel:
+        model_config = load_model_config(config.model)
+        split = plan_split(spec, build_meta_model(model_config, config.model), shard.num_shards)
+        model = load_causal_model(
+            config.model,
+            model_config,
+            dtype=config.dtype,
+            device=device,
+            attn_implementation=ATTENTION_NAME,
+            split=split,
+        )
+        if has_shared_heads(spec, shard.num_shards):
+            keep_shared_head(model, spec, shard)
+        part = _probe(model, spec)
+        check_split(spec, part, shard.num_shards)
+        return cls(model, part)
 
     @torch.inference_mode()
     def forward(self, batch: ModelInput, attention: AttentionContext) -> torch.Tensor:
@@ -68,3 +93,9 @@ class TransformersModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _probe(model: torch.nn.Module, spec: ModelSpec) -> ModelSpec:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedError(f"{spec.architecture} can't restrict its logits to rows (logits_to_keep)")
+    return probe_layers(model, spec)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_settings
+from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagedkv.plugin.config import Config
@@ -28,6 +30,12 @@ def serve(
     kv_cache_dtype: Annotated[str | None, typer.Option(help="KV dtype; auto is the model's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, float16, bfloat16; or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; or auto.")] = None,
+    num_shards: Annotated[
+        int, typer.Option(min=1, help="Split the model over so many processes; a router calls all of them at once.")
+    ] = 1,
+    rank: Annotated[
+        int | None, typer.Option(min=0, hidden=True, help="Be this one of them, with MASTER_ADDR and MASTER_PORT.")
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -42,21 +50,33 @@ def serve(
         "model.device": device,
     }
     overrides = parse_settings(settings) | {key: value for key, value in flags.items() if value is not None}
-    written = _load(config, overrides)
+    if rank is not None and rank >= num_shards:
+        raise ConfigError(f"--rank {rank} is none of {num_shards} shards; ranks go from 0 to {num_shards - 1}")
+    written = _load(config, overrides, num_shards)
 
+    from pagedkv.integration.launch import command_path
     from pagedkv.integration.server import ServerSummary, run_server, set_up_logging
 
     def announce(summary: ServerSummary) -> None:
         print(summary.to_json() if as_json else summary.to_text(), flush=True)
 
-    set_up_logging(written.log_level)
-    raise typer.Exit(run_server(written, announce))
+    if num_shards > 1 and rank is None:
+        from pagedkv.integration.supervisor import supervise
+
+        set_up_logging(written.log_level)
+        raise typer.Exit(supervise([command_path(), *sys.argv[1:]], num_shards, announce))
+    set_up_logging(written.log_level, origin="" if rank is None else f"rank {rank}: ")
+    raise typer.Exit(run_server(written, announce, rank=rank or 0, num_shards=num_shards))
 
 
-def _load(file: Any, overrides: dict[str, Any]) -> Config:
+def _load(file: Any, overrides: dict[str, Any], num_shards: int) -> Config:
     from pagedkv.plugin.config import load_config
 
     written = load_config(file, overrides)
-    if not written.server.uds_path and not written.server.listen:
+    if num_shards > 1:
+        from pagedkv.integration.shards import refuse_tcp
+
+        refuse_tcp(written)
+    elif not written.server.uds_path and not written.server.listen:
         written = load_config(file, {**overrides, "server.listen": DEFAULT_ADDRESS})
     return written

@@ -1,0 +1,106 @@
+"""A server process as one of the shards of a model: which GPU is its own, and how it joins the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import torch
+
+from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.distributed import ShardInfo, join_shards
+from pagedkv.plugin.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+EXIT_SHARD_FAILED = 3
+"""This or another shard has failed, so that the model can't be served any more."""
+
+DEFAULT_HOST = "localhost"
+DEFAULT_PORT = 29500
+"""As torch's own launcher has it."""
+
+
+@contextmanager
+def joined_shards(config: Config, shard: ShardInfo, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Makes this process a shard for the time of a `with`; nothing to do for the only one.
+
+    Reads MASTER_ADDR and MASTER_PORT. When another shard fails or ends, this process ends with EXIT_SHARD_FAILED.
+
+    Raises:
+        ConfigError: an address or a device that can't be used.
+        ShardError: other shards did not come.
+    """
+    if shard.num_shards == 1:
+        yield
+        return
+    refuse_tcp(config)
+    group = join_shards(
+        shard,
+        environ.get("MASTER_ADDR") or DEFAULT_HOST,
+        _read_port(environ),
+        device_type=claim_device(config.model.device, shard.rank, environ),
+        on_failure=end_process,
+        step_timeout_s=config.server.stuck_step_timeout_s,
+    )
+    try:
+        yield
+    except Exception as error:
+        group.leave(failure=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        group.leave()
+
+
+def claim_device(device: str, rank: int, environ: MutableMapping[str, str]) -> str:
+    """Leaves this process the GPU of its rank as the only visible one, or none where the CPU is asked for.
+
+    Then every library finds the right one by itself, in whatever thread it asks. Must run before CUDA is first used.
+
+    Returns:
+        "cuda" or "cpu".
+
+    Raises:
+        ConfigError: one GPU is named for all shards, or there is none for this rank.
+    """
+    if device == "cpu":
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+        return "cpu"
+    if device not in (AUTO, "cuda"):
+        raise ConfigError(
+            f'model.device is {device!r}, but each shard takes a device of its own; set it to "auto", "cuda" or "cpu"'
+        )
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible != "":
+        own = [str(rank)] if visible is None else visible.split(",")[rank : rank + 1]
+        if not own:
+            raise ConfigError(f"CUDA_VISIBLE_DEVICES is {visible}: there is no GPU for rank {rank}; use fewer shards")
+        environ["CUDA_VISIBLE_DEVICES"] = own[0]
+    environ["LOCAL_RANK"] = "0"  # transformers takes the GPU of this number, among the visible ones
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def end_process(message: str) -> None:
+    """At once: other threads may be waiting for a shard that is gone."""
+    logger.critical("this shard ends: %s", message)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(EXIT_SHARD_FAILED)
+
+
+def refuse_tcp(config: Config) -> None:
+    """Raises ConfigError for addresses that several shards can't share."""
+    if config.server.listen or not config.server.uds_path:
+        raise ConfigError(
+            "several shards listen on Unix sockets, one each: set server.uds_path and leave server.listen out"
+        )
+
+
+def _read_port(environ: MutableMapping[str, str]) -> int:
+    text = environ.get("MASTER_PORT") or str(DEFAULT_PORT)
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ConfigError(f"MASTER_PORT must be a port number (found {text!r})")
+    return int(text)
