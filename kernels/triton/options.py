@@ -18,7 +18,7 @@ def option_arguments(options: AttentionOptions) -> Mapping[str, Any]:
     return {
         "sinks_ptr": options.sinks,
         "slopes_ptr": options.alibi_slopes,
-        "score_scale": float(options.scale / softcap if softcap else options.scale * LOG2_E),
+        "score_scale": float(options.scale * LOG2_E if softcap is None else options.scale / softcap),
         "cap": float((softcap or 0.0) * LOG2_E),
         "window": options.sliding_window or 0,
         "HAS_WINDOW": options.sliding_window is not None,
