@@ -233,8 +233,6 @@ def serve(
     )
     config = configure(flags, os.environ)
     rank, num_shards = read_shard(os.environ, sharded)
-    if num_shards > 1:
-        raise ConfigError(f"WORLD_SIZE is {num_shards}: sharded serving is not supported here; use --num-shard 1")
 
     from pagedkv.integration.server import run_server
 

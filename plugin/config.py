@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, known_kv_dtypes
@@ -152,6 +153,16 @@ class LimitsSection(_Section):
 class ServerSection(_Section):
     uds_path: str = Field("", description="Unix socket; the shard's rank is appended, as in PATH-0.")
     listen: str = Field("", description="HOST:PORT for TCP; empty leaves TCP off.")
+    tls_cert: str = Field("", description="PEM file of the server's certificate chain: TLS on TCP, with tls_key.")
+    tls_key: str = Field("", description="PEM file of its private key.")
+    tls_client_ca: str = Field(
+        "", description="PEM file of who signs clients' certificates; TCP clients without one are then turned away."
+    )
+    cache_salt_metadata_key: str = Field(
+        "",
+        description="Key of the call metadata in which trusted infrastructure names the tenant of a Prefill: prompts "
+        "of one tenant then never hit another's prefixes. Empty is off.",
+    )
     max_message_bytes: ByteSize = Field(ByteSize(64 * 2**20), description="Largest gRPC message.")
     drain_timeout_s: float = Field(60.0, ge=0, description="How long SIGTERM waits for running requests.")
     stuck_step_timeout_s: float = Field(120.0, gt=0, description="Health fails when one step takes longer than this.")
@@ -161,6 +172,23 @@ class ServerSection(_Section):
     prefill_tokens: Auto | PositiveInt = Field(
         AUTO, description='Prompt tokens of one warm-up batch; "auto" is what the router asks for.'
     )
+
+    @field_validator("cache_salt_metadata_key")
+    @classmethod
+    def _is_metadata_key(cls, value: str) -> str:
+        if value and (not re.fullmatch("[a-z0-9_.-]+", value) or value.startswith("grpc-") or value.endswith("-bin")):
+            raise ValueError("must be a key of gRPC metadata: a-z, 0-9, _ . -, neither grpc-… nor …-bin")
+        return value
+
+    @model_validator(mode="after")
+    def _has_tls_whole(self) -> ServerSection:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key belong together: set both, or none")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        if self.tls_cert and not self.listen:
+            raise ValueError("tls_cert is for TCP: set listen, or leave it out; the Unix socket is its owner's alone")
+        return self
 
 
 class Config(_Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from pagedkv.adapters.tgi.convert import FINISH_REASONS, FinalText
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.service import CACHED_TOKENS_METADATA
 from pagedkv.adapters.tgi.status import read_error
+from pagedkv.adapters.tgi.tls import ClientTls, read_client_credentials
 from pagedkv.plugin.requests import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,11 +61,21 @@ class GenerationClient:
 
     Args:
         target: "unix:PATH", "HOST:PORT", or the path of a socket.
+        tls: for a server that listens on TCP with TLS; None is a connection in the clear.
+        metadata: sent with each new request, as the cache salt of a tenant.
+
+    Raises:
+        ConfigError: a file of `tls` is wrong.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, tls: ClientTls | None = None, metadata: Sequence[tuple[str, str]] = ()) -> None:
         options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
-        self._channel = grpc.aio.insecure_channel(_resolve_target(target), options=options)
+        address = _resolve_target(target)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, read_client_credentials(tls), options=options)
+        self._metadata = tuple(metadata)
         self._stub = TextGenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -103,7 +114,7 @@ class GenerationClient:
         prefill = pb.PrefillRequest(batch=pb.Batch(id=batch_id, requests=[request], size=1))
         is_over = False
         try:
-            call = self._stub.Prefill(prefill)
+            call = self._stub.Prefill(prefill, metadata=self._metadata)
             response = await _answer_of(call)
             while True:
                 num_cached_tokens = await _read_cached_tokens(call)

@@ -10,7 +10,18 @@ from pagedkv.adapters.tgi.batches import BatchState
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts
 from pagedkv.plugin.errors import RequestError
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
-from pagedkv.plugin.requests import FinishReason, Request, RequestId, SamplingParams, StepOutput, TokenLogprob
+from pagedkv.plugin.requests import (
+    CacheNamespace,
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    StepOutput,
+    TokenLogprob,
+)
+
+SHARED_NAMESPACE = CacheNamespace()
+"""Of requests that nothing separates."""
 
 FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -42,8 +53,8 @@ class NewToken:
     """In the request's last token."""
 
 
-def to_requests(batch: pb.Batch, encoder: PromptEncoder) -> list[Request]:
-    """The requests of a new batch.
+def to_requests(batch: pb.Batch, encoder: PromptEncoder, namespace: CacheNamespace = SHARED_NAMESPACE) -> list[Request]:
+    """The requests of a new batch, all in one namespace of the cache.
 
     Raises:
         RequestError: there is none, or one of them is wrong in itself; the text names it.
@@ -51,13 +62,15 @@ def to_requests(batch: pb.Batch, encoder: PromptEncoder) -> list[Request]:
     if not batch.requests:
         raise RequestError("the batch has no requests; send at least one")
     checked = [(message, _to_params(message)) for message in batch.requests]
-    return [_to_request(message, params, encoder) for message, params in checked]
+    return [_to_request(message, params, encoder, namespace) for message, params in checked]
 
 
-def _to_request(message: pb.Request, params: SamplingParams, encoder: PromptEncoder) -> Request:
+def _to_request(
+    message: pb.Request, params: SamplingParams, encoder: PromptEncoder, namespace: CacheNamespace
+) -> Request:
     request_id = RequestId(message.id)
     prompt_ids = encoder.encode(request_id, _prompt_text(message), message.truncate, message.add_special_tokens)
-    return Request(request_id, prompt_ids, params)
+    return Request(request_id, prompt_ids, params, namespace)
 
 
 def _prompt_text(message: pb.Request) -> str:

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from pagedkv.adapters.tgi.rpc import SERVICE, service_handler
 from pagedkv.adapters.tgi.service import GenerationService
 from pagedkv.adapters.tgi.sockets import claim_socket_path, owner_only_files, parse_listen_address, shard_path
+from pagedkv.adapters.tgi.tls import read_server_credentials
 from pagedkv.plugin.config import ServerSection
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
@@ -73,6 +74,7 @@ class GenerationServer:
             urls=[f"unix://{shard_path(config.uds_path, i)}" for i in range(num_shards)] if config.uds_path else [],
             has_chunked_prefill=config.chunked_prefill,
             stuck_step_timeout_s=config.stuck_step_timeout_s,
+            cache_salt_metadata_key=config.cache_salt_metadata_key,
             rank=rank,
             num_shards=num_shards,
             abandoned_batch_timeout_s=abandoned_batch_timeout_s,
@@ -153,10 +155,10 @@ class GenerationServer:
             logger.info("listening on %s", self._socket_path)
         if self._config.listen:
             host, _ = parse_listen_address(self._config.listen)
-            port = _add_port(server, self._config.listen)
+            port = _add_port(server, self._config.listen, read_server_credentials(self._config))
             self.tcp_address = f"{host}:{port}"
             self.service.urls = self.service.urls or [self.tcp_address]
-            logger.info("listening on %s", self.tcp_address)
+            logger.info("listening on %s%s", self.tcp_address, " with TLS" if self._config.tls_cert else "")
 
     async def _watch(self) -> None:
         while True:
@@ -174,9 +176,9 @@ class GenerationServer:
             await self._health.set(name, status)
 
 
-def _add_port(server: grpc.aio.Server, address: str) -> int:
+def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"can't listen on {address}: {error}") from error
     if port == 0:

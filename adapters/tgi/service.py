@@ -14,6 +14,7 @@ from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.batch_runner import BatchRunner, StepResult
 from pagedkv.adapters.tgi.batches import LiveRequest
 from pagedkv.adapters.tgi.convert import (
+    SHARED_NAMESPACE,
     to_cached_batch,
     to_generation,
     to_info,
@@ -24,9 +25,9 @@ from pagedkv.adapters.tgi.convert import (
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
 from pagedkv.adapters.tgi.rpc import Context
 from pagedkv.adapters.tgi.step_loop import StepLoop
-from pagedkv.plugin.errors import UnavailableError
+from pagedkv.plugin.errors import RequestError, UnavailableError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
-from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.requests import CacheNamespace, RequestId
 from pagedkv.plugin.text import OutputText
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class GenerationService:
         rank, num_shards: this server's place among the shards of one model.
         abandoned_batch_timeout_s: a batch that no call has named for so long is ended. A client that dies between two
             calls leaves no other trace; a router names its batches all the time.
+        cache_salt_metadata_key: where the metadata of a Prefill says what separates its prompts in the cache.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class GenerationService:
         rank: int = 0,
         num_shards: int = 1,
         abandoned_batch_timeout_s: float = 600.0,
+        cache_salt_metadata_key: str = "",
     ) -> None:
         self.urls = list(urls)
         self._info = backend.info
@@ -83,6 +86,7 @@ class GenerationService:
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
         self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
+        self._cache_salt_metadata_key = cache_salt_metadata_key
         self._is_draining = False
         self._is_closed = False
         self._integrity_fault: Exception | None = None
@@ -191,7 +195,7 @@ class GenerationService:
         self._num_arriving += len(request.batch.requests)
         try:
             requests = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizer_threads, self._read_batch, request.batch, arrived_s
+                self._tokenizer_threads, self._read_batch, request.batch, self._read_namespace(context), arrived_s
             )
             result, response = await self._add_and_step(request, requests, started_ns)
         except Exception:
@@ -239,10 +243,19 @@ class GenerationService:
             self._loop.post(lambda: self._runner.clear(batch_ids))
             raise
 
-    def _read_batch(self, batch: pb.Batch, arrived_s: float) -> list[LiveRequest]:
+    def _read_namespace(self, context: Context) -> CacheNamespace:
+        """What separates a call's prompts from others in the cache. Raises RequestError where it is not clear."""
+        if not self._cache_salt_metadata_key:
+            return SHARED_NAMESPACE
+        salts = [value for key, value in context.invocation_metadata() or () if key == self._cache_salt_metadata_key]
+        if len(salts) > 1:
+            raise RequestError(f"the metadata has {self._cache_salt_metadata_key} {len(salts)} times; send it once")
+        return CacheNamespace(salt=str(salts[0]) if salts else "")
+
+    def _read_batch(self, batch: pb.Batch, namespace: CacheNamespace, arrived_s: float) -> list[LiveRequest]:
         return [
             LiveRequest(request, OutputText(self._tokenizer, request.prompt_ids, request.params.stop), arrived_s)
-            for request in to_requests(batch, self._encoder)
+            for request in to_requests(batch, self._encoder, namespace)
         ]
 
     def _answer(self, response: _Answer, result: StepResult, started_ns: int) -> _Answer:

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias
 
 import typer
 
@@ -21,6 +21,9 @@ from pagedkv.plugin.requests import SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.adapters.tgi.client import GeneratedToken
+
+TlsFiles: TypeAlias = "tuple[Path | None, Path | None, Path | None]"
+"""Authorities, certificate, key: as `ClientTls` takes them."""
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -47,6 +50,14 @@ def generate(
         typer.Option(metavar="DIR", help="Send PROMPT as a chat message, by the chat template of the model in DIR."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message; needs --chat.")] = None,
+    use_tls: Annotated[bool, typer.Option("--tls", help="Connect with TLS; any --tls-… option does, too.")] = False,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM of who signs the server's certificate.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM of our certificate, for a server that asks for one.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM of its key.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Send PROMPT to a server and stream its answer. Ctrl-C ends it there too, and frees its blocks."""
@@ -68,8 +79,9 @@ def generate(
     )
     if chat is not None:
         text = render_chat(chat, text, system)
+    tls_files = (tls_ca, tls_cert, tls_key) if use_tls or tls_ca or tls_cert or tls_key else None
     try:
-        asyncio.run(_generate(target, text, params, JsonPrinter() if as_json else TextPrinter()))
+        asyncio.run(_generate(target, tls_files, text, params, JsonPrinter() if as_json else TextPrinter()))
     except asyncio.CancelledError:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except PagedKVError as error:
@@ -157,27 +169,33 @@ class JsonPrinter:
         print(json.dumps({"event": event, **values}), flush=True)
 
 
-async def _generate(target: str, prompt: str, params: SamplingParams, printer: StreamPrinter) -> StreamSummary:
+async def _generate(
+    target: str, tls_files: TlsFiles | None, prompt: str, params: SamplingParams, printer: StreamPrinter
+) -> StreamSummary:
     task = asyncio.current_task()
     assert task is not None
     # asyncio's own handling of Ctrl-C differs between Python versions; a cancelled task ends its request everywhere.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    return await stream(target, prompt, params, printer)
+    return await stream(target, prompt, params, printer, tls_files)
 
 
-async def stream(target: str, prompt: str, params: SamplingParams, printer: StreamPrinter) -> StreamSummary:
+async def stream(
+    target: str, prompt: str, params: SamplingParams, printer: StreamPrinter, tls_files: TlsFiles | None = None
+) -> StreamSummary:
     """Streams one answer into a printer and says what it cost.
 
     Raises:
         PagedKVError: as `GenerationClient` does.
     """
     from pagedkv.adapters.tgi.client import GenerationClient
+    from pagedkv.adapters.tgi.tls import ClientTls
 
+    tls = None if tls_files is None else ClientTls(*tls_files)
     started_s = time.perf_counter()
     first_s: float | None = None
     num_cached_tokens: int | None = None
     async with (
-        GenerationClient(target) as client,
+        GenerationClient(target, tls=tls) as client,
         contextlib.aclosing(client.generate(prompt, params)) as tokens,
     ):
         async for token in tokens:

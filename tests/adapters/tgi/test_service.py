@@ -354,6 +354,20 @@ class TestErrors:
         assert set(backend.requests) == {1, 100}
         assert wire.finish(wire.decode(1)) == {1: "bcdef"}
 
+    def test_a_router_that_clears_its_failed_prefill_has_given_up_the_running_batch_too(self, wire, backend):
+        running = wire.prefill(1, wire.request(1, "a")).batch
+        assert wire.refused(lambda: wire.prefill(2, wire.request(2, ""), running=running))[0] == INVALID
+        assert 1 in backend.requests
+        wire.clear(2)
+        assert 1 not in backend.requests
+
+    def test_a_client_that_goes_on_after_a_failed_prefill_keeps_its_running_batch(self, wire):
+        running = wire.prefill(1, wire.request(1, "a")).batch
+        wire.refused(lambda: wire.prefill(2, wire.request(2, ""), running=running))
+        running = wire.decode(1)
+        wire.clear(2)
+        assert wire.finish(running) == {1: "bcdef"}
+
     def test_a_fault_of_the_server_is_internal_and_says_only_an_id(self, wire, backend, caplog):
         wire.prefill(1, wire.request(1, "a"))
 
