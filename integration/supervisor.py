@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from pagedkv.integration.server import ServerSummary
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 15.0
 """How long the other shards may take to end once one has ended; beyond it they are killed."""
 
@@ -34,7 +37,12 @@ class ShardProcesses:
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Starts the shard of the next rank; its standard output is ours to read."""
         process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environ, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         self._processes.append(process)
 
@@ -113,6 +121,11 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
             others = shards.stop()
     failed = next((code for code in [*codes, *others] if code), 0)
     return failed if failed >= 0 else 128 - failed
+
+
+def _end_with_parent() -> None:
+    """So that a supervisor that is killed leaves no shards behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _find_free_port() -> int:
