@@ -162,22 +162,37 @@ def join_shards(
     assert _group is None, "one group a process"
     store = _connect_store(info, host, port, join_timeout_s)
     lifeline = connect_lifeline(info.rank, info.num_shards, store, host, join_timeout_s, on_failure)
+    try:
+        _refuse_mixed_devices(info, store, device_type)
+        run_seed = _agree_on_seed(info, store)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=torch.distributed.PrefixStore("pagedkv/collectives", store),
+            rank=info.rank,
+            world_size=info.num_shards,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
+    except Exception as error:
+        lifeline.leave(f"rank {info.rank} has failed: {error}")
+        raise
+    _group = ShardGroup(info, run_seed, lifeline, step_timeout_s)
+    logger.info("rank %d of %d has joined the others at %s:%d", info.rank, info.num_shards, host, port)
+    return _group
+
+
+def _refuse_mixed_devices(info: ShardInfo, store: torch.distributed.TCPStore, device_type: str) -> None:
     store.set(f"pagedkv/device/{info.rank}", device_type)
     devices = [store.get(f"pagedkv/device/{rank}").decode() for rank in range(info.num_shards)]
     if len(set(devices)) > 1:
-        raise ConfigError(f"the shards must have devices of one kind, but ranks 0, 1, … have {', '.join(devices)}")
+        raise ConfigError(
+            f"the shards must have devices of one kind, but ranks 0 to {info.num_shards - 1} have {', '.join(devices)}"
+        )
+
+
+def _agree_on_seed(info: ShardInfo, store: torch.distributed.TCPStore) -> int:
     if info.rank == 0:
         store.set("pagedkv/run_seed", str(secrets.randbits(64)))
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        store=torch.distributed.PrefixStore("pagedkv/collectives", store),
-        rank=info.rank,
-        world_size=info.num_shards,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
-    _group = ShardGroup(info, int(store.get("pagedkv/run_seed")), lifeline, step_timeout_s)
-    logger.info("rank %d of %d has joined the others at %s:%d", info.rank, info.num_shards, host, port)
-    return _group
+    return int(store.get("pagedkv/run_seed"))
 
 
 def _connect_store(info: ShardInfo, host: str, port: int, timeout_s: float) -> torch.distributed.TCPStore:

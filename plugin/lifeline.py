@@ -214,12 +214,12 @@ def _read_greeting(connection: socket.socket, secret: str) -> int | None:
 
 
 def _call(rank: int, store: TCPStore, host: str, timeout_s: float) -> socket.socket:
-    port, secret = store.get(_STORE_KEY).decode().split(" ")
     try:
+        port, secret = store.get(_STORE_KEY).decode().split(" ")
         connection = socket.create_connection((host, int(port)), timeout_s)
         connection.sendall(f"{secret} {rank}\n".encode())
-    except OSError as error:
-        raise ShardError(f"rank {rank} can't reach rank 0 at {host}:{port}: {error}") from error
+    except (OSError, RuntimeError) as error:  # the store's own errors are RuntimeErrors
+        raise ShardError(f"rank {rank} can't reach rank 0 on {host}: {error}") from error
     return connection
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pagedkv.adapters.transformers.contiguous_backend import ContiguousBackend
 from pagedkv.adapters.transformers.paged_model import TransformersModel
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import parse_config, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import ResolvedConfig, parse_config, resolve_config, resolve_model_settings
 from pagedkv.plugin.conformance.shards import run_shards
 from pagedkv.plugin.errors import UnsupportedError
-from pagedkv.plugin.interface import WarmupLimits
+from pagedkv.plugin.interface import Backend, WarmupLimits
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
 
 NUM_PROMPTS = 40
@@ -96,9 +97,16 @@ def generate(path: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, Any]:
     }
 
 
-def refuse(path: Path) -> str:
+def refuse(path: Path) -> list[str]:
+    """What each backend says to a split of SmolLM2 into two."""
+    config = parse_config({"model": {"path": str(path), "device": "cpu", "dtype": "float32"}})
+    resolved = resolve_config(config, TransformersModel.describe(resolve_model_settings(config)))
+    return [_reason(backend, resolved) for backend in (PagedBackend, ContiguousBackend)]
+
+
+def _reason(backend: type[Backend], config: ResolvedConfig) -> str:
     try:
-        make_backend(path)
+        backend.create(config)
     except UnsupportedError as error:
         return str(error)
     return ""

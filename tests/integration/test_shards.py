@@ -84,8 +84,14 @@ def test_nine_query_heads_and_three_kv_heads_split_over_three_shards(outputs) ->
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(outputs) -> None:
     for shard in outputs["shards"]["refused"]:
-        assert "9 query heads and 3 KV heads can't be split over 2 shards" in shard["result"]
-        assert shard["result"].endswith("1, 3, 9")
+        reason, _ = shard["result"]
+        assert "9 query heads and 3 KV heads can't be split over 2 shards" in reason
+        assert reason.endswith("1, 3, 9")
+
+
+def test_contiguous_backend_refuses_to_be_split(outputs) -> None:
+    for shard in outputs["shards"]["refused"]:
+        assert "contiguous backend serves a model with one shard" in shard["result"][1]
 
 
 @pytest.fixture(scope="module")
