@@ -63,6 +63,14 @@ class StepExecutor:
                 return
         self._padded_decodes = decodes
 
+    @property
+    def has_padded_decodes(self) -> bool:
+        """Whether decode steps run from fixed buffers."""
+        return self._padded_decodes is not None
+
+    def drop_padded_decodes(self) -> None:
+        self._padded_decodes = None
+
     def run(self, plan: StepPlan, sequences: Sequences) -> dict[RequestId, SampledToken]:
         """Runs a plan with rows; a token for each row whose sequence is caught up with.
 

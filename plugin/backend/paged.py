@@ -16,7 +16,7 @@ from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.profile import measure_activation_bytes
 from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, Counters, make_stats
-from pagedkv.plugin.cache.budget import size_pool
+from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
 from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.distributed import joined_group
 from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
@@ -105,6 +105,7 @@ class PagedBackend:
             num_blocks = self._size_pool(effective)
             self._executor.allocate(num_blocks)
             self._executor.prepare_decodes(self._config.graph_batch_sizes, effective.max_total_tokens)
+            self._agree_on_padded_decodes()
         self._pool = self._make_pool(num_blocks, effective)
         return self._describe_capacity(num_blocks, effective)
 
@@ -200,6 +201,11 @@ class PagedBackend:
             self._executor.allocate(0)
             self._pool = None
             self._is_closed = True
+
+    def _agree_on_padded_decodes(self) -> None:
+        """Collectives of the shards must be of one size: where one could not capture its graphs, none pads batches."""
+        if not agree_on_minimum(int(self._executor.has_padded_decodes)):
+            self._executor.drop_padded_decodes()
 
     def _size_pool(self, limits: EffectiveLimits) -> int:
         device, block_size = self._config.device, self._config.cache.block_size

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,21 @@ def too_little_memory_on_one(group: ShardGroup) -> str:
     return ""
 
 
+def graphs_on_one_shard_alone(group: ShardGroup) -> list[bool]:
+    """Whether batches are padded when both shards can do so, and when one can't."""
+    config = resolve_config(load_config(None, {"model.path": "none", "cache.num_blocks": 24}, {}), TokenModel().spec)
+    has_padded_decodes = []
+    for can_capture in (True, group.info.rank == 0):
+        kernels = find_plugin(KERNELS, "reference").create(torch.device("cpu"))
+        kernels.can_capture_graphs = can_capture
+        backend = PagedBackend(replace(config, graph_batch_sizes=(1, 4)), TokenModel(), kernels)
+        backend.warmup(WarmupLimits())
+        backend.add([prompt(index) for index in range(3)])
+        run_to_end(backend)
+        has_padded_decodes.append(backend._executor.has_padded_decodes)
+    return has_padded_decodes
+
+
 def different_requests(group: ShardGroup) -> None:
     backend = make_backend(TokenModel())
     backend.add([prompt(0)])
@@ -155,6 +170,7 @@ SCENARIOS: dict[Callable[[ShardGroup], Any], dict[str, Any]] = {
     gather: {},
     different_memory: {},
     too_little_memory_on_one: {},
+    graphs_on_one_shard_alone: {},
     different_requests: {},
     different_tokens: {},
     call_on_one_shard: {"step_timeout_s": 1.0},

@@ -66,6 +66,10 @@ def test_too_little_memory_on_one_shard_is_refused_on_all(outcomes) -> None:
     assert "would have 0 blocks" in second
 
 
+def test_batches_are_padded_on_all_shards_or_on_none(outcomes) -> None:
+    assert _results(outcomes["graphs_on_one_shard_alone"]) == [[True, False]] * 2
+
+
 @pytest.mark.parametrize("scenario", ["different_requests", "different_tokens"])
 def test_shards_that_decide_differently_all_end(outcomes, scenario: str) -> None:
     assert [shard.code for shard in outcomes[scenario]] == [EXIT_FAILED] * 2
