@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,3 +89,23 @@ def test_a_directory_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> No
 
 def test_fits_the_interface(tokenizer: TransformersTokenizer) -> None:
     assert isinstance(tokenizer, Tokenizer)
+
+
+def test_decoding_is_the_tokenizer_s_own_without_a_clean_up_whatever_way_it_takes(
+    tokenizer: TransformersTokenizer,
+) -> None:
+    class Other(type(tokenizer._tokenizer)):
+        """With a way of its own to decode, which must be the one that is taken."""
+
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs) + "!"
+
+    other = TransformersTokenizer(Other(tokenizer_object=tokenizer._tokenizer.backend_tokenizer))
+    text = "Spaces , before commas .  «Zoë» 🙂<|im_end|>"
+    token_ids = tokenizer.encode(text)
+    for skip_special_tokens in (False, True):
+        expected = tokenizer._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert tokenizer.decode(token_ids, skip_special_tokens) == expected
+        assert other.decode(token_ids, skip_special_tokens).endswith("!")
