@@ -27,7 +27,14 @@ import torch
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pagedkv.plugin.errors import ConfigError
-from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, known_kv_dtypes
+from pagedkv.plugin.kv_dtypes import (
+    KV_DTYPE_OF_TORCH,
+    TGI_NAMES,
+    KVDtype,
+    find_kv_dtype,
+    find_static_variant,
+    known_kv_dtypes,
+)
 from pagedkv.plugin.model_spec import ModelSpec
 
 if sys.version_info >= (3, 11):
@@ -74,7 +81,15 @@ class ModelSection(_Section):
 class CacheSection(_Section):
     manager: str = Field("paged", description="Cache manager: a plugin of the group pagedkv.cache_managers.")
     block_size: int = Field(16, description="Tokens a block: a power of two from 8 to 256.")
-    kv_dtype: str = Field(AUTO, description='KV dtype; "auto" is the model\'s dtype.')
+    kv_dtype: str = Field(
+        AUTO,
+        description='KV dtype: "int8", "fp8_e4m3" (or "fp8_e4m3fn"), "int4", …; "auto" is the dtype of the weights.',
+    )
+    kv_scales: str = Field(
+        "",
+        description="File of scales that pagedkv calibrate made, for 8-bit KV dtypes; without, a checkpoint's own that "
+        "are for this KV dtype, else a scale per token and head.",
+    )
     prefix_caching: bool = Field(True, description="Find the KV of equal prefixes instead of computing it.")
     memory: Auto | ByteSize = Field(
         AUTO, description='Bytes of the pool ("4GiB"); "auto" takes memory_fraction of the device.'
@@ -101,7 +116,7 @@ class CacheSection(_Section):
     @field_validator("kv_dtype")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        if value != AUTO and value not in known_kv_dtypes():
+        if value not in (AUTO, *TGI_NAMES, *known_kv_dtypes()):
             raise ValueError(f"unknown KV dtype; known: auto, {', '.join(known_kv_dtypes())}")
         return value
 
@@ -355,6 +370,8 @@ class CacheSettings:
     has_prefix_cache: bool
     budget: MemoryBudget
     overcommit: float
+    kv_scales: str = ""
+    """File of static scales; empty where there is none, or the checkpoint brings them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +414,8 @@ def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
     """Answers every "auto" from the model and the machine.
 
     Raises:
-        ConfigError: a device that is not here, limits beyond the model's positions or in contradiction.
+        ConfigError: a device that is not here, limits beyond the model's positions or in contradiction, scales from
+            a file for a KV dtype that takes none.
     """
     device = _resolve_device(config.model.device)
     dtype = _resolve_dtype(config.model.dtype, model.dtype, device)
@@ -407,7 +425,7 @@ def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
         model=resolve_model_settings(config),
         dtype=dtype,
         device=device,
-        cache=_resolve_cache(config.cache, dtype),
+        cache=_resolve_cache(config.cache, dtype, model),
         scheduler=SchedulerSettings(
             config.scheduler.name,
             config.scheduler.max_step_tokens,
@@ -463,13 +481,25 @@ def _resolve_graphs(section: GraphsSection, max_num_sequences: int, device: torc
     return tuple(sorted({size for size in sizes if size <= max_num_sequences}))
 
 
-def _resolve_cache(section: CacheSection, dtype: torch.dtype) -> CacheSettings:
+def _resolve_cache(section: CacheSection, dtype: torch.dtype, model: ModelSpec) -> CacheSettings:
     budget: MemoryBudget = MemoryFraction(section.memory_fraction)
     if section.num_blocks != AUTO:
         budget = MemoryBlocks(section.num_blocks)
     elif section.memory != AUTO:
         budget = MemoryBytes(int(section.memory))
-    kv_dtype = KV_DTYPE_OF_TORCH[dtype] if section.kv_dtype == AUTO else find_kv_dtype(section.kv_dtype)
     return CacheSettings(
-        section.manager, section.block_size, kv_dtype, section.prefix_caching, budget, section.overcommit
+        section.manager,
+        section.block_size,
+        _resolve_kv_dtype(section, dtype, model),
+        section.prefix_caching,
+        budget,
+        section.overcommit,
+        section.kv_scales,
     )
+
+
+def _resolve_kv_dtype(section: CacheSection, dtype: torch.dtype, model: ModelSpec) -> KVDtype:
+    kv_dtype = KV_DTYPE_OF_TORCH[dtype] if section.kv_dtype == AUTO else find_kv_dtype(section.kv_dtype)
+    if section.kv_scales or kv_dtype.name == model.kv_scales_dtype:
+        return find_static_variant(kv_dtype)
+    return kv_dtype

@@ -11,12 +11,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.kv_dtypes import KVDtype
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,36 @@ def _pick_heads(
     return picked.clone()
 
 
+def find_kv_scales(
+    kv_dtype: KVDtype,
+    file: str,
+    model: object,
+    layers: Sequence[AttentionSpec],
+    device: torch.device,
+    *,
+    shard: int = 0,
+    num_shards: int = 1,
+) -> list[LayerScales]:
+    """Static scales of a KV dtype that needs them: the file's, or without one those of the model's checkpoint.
+
+    Args:
+        model: a ModelAdapter, which may be a `BringsKVScales`.
+        layers: of this shard.
+
+    Raises:
+        ConfigError: there are none, or they do not fit the layers.
+    """
+    if file:
+        return load_kv_scales(file, layers, device, shard=shard, num_shards=num_shards)
+    tensors = model.kv_scales() if isinstance(model, BringsKVScales) else {}
+    if not tensors:
+        raise ConfigError(
+            f"the KV dtype {kv_dtype.name} needs scales, and the checkpoint brings none: set cache.kv_scales to a file "
+            "made by pagedkv calibrate, or use the KV dtype with a scale per token"
+        )
+    return pick_kv_scales(tensors, layers, device, source="the checkpoint", shard=shard, num_shards=num_shards)
+
+
 def warn_of_unsafe_scales(scales: Sequence[LayerScales], spec: ModelSpec) -> None:
     """Logs a warning where all scales are 1.0, which is no calibration, and nothing in the model bounds its keys."""
     if spec.has_qk_norm or not all(bool((scale == 1).all()) for layer in scales for scale in layer):
@@ -134,9 +165,9 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
         raise ConfigError(f"{file} is not a safetensors file of scales: {error}") from error
 
 
-def _read_tensor(data: bytes, entry: Mapping[str, object]) -> torch.Tensor:
+def _read_tensor(data: bytes, entry: Mapping[str, Any]) -> torch.Tensor:
     if entry["dtype"] != "F32":
         raise ValueError(f"it holds {entry['dtype']}, not F32")
-    start, end = entry["data_offsets"]  # type: ignore[misc]
+    start, end = entry["data_offsets"]
     numbers = np.frombuffer(data[start:end], dtype="<f4").copy()
-    return torch.from_numpy(numbers).reshape(entry["shape"])  # type: ignore[arg-type]
+    return torch.from_numpy(numbers).reshape(entry["shape"])

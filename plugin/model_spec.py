@@ -49,6 +49,8 @@ class ModelSpec:
     num_parameters: int | None = None
     """Of the whole model; None where the configuration alone can't tell."""
     has_qk_norm: bool = False
+    kv_scales_dtype: str | None = None
+    """Name of the KV dtype for which the checkpoint brings scales of keys and values; None where it brings none."""
 
     @property
     def sliding_window(self) -> int | None:

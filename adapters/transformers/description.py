@@ -16,6 +16,7 @@ from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 
 from .checkpoint import architecture_name, build_meta_model, load_generation_config, load_model_config
+from .kv_scales import describe_kv_scales
 from .rope import find_fixed_positions
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def describe_checkpoint(settings: ModelSettings) -> ModelSpec:
         bos_token_id=getattr(config, "bos_token_id", None),
         pad_token_id=getattr(config, "pad_token_id", None),
         num_parameters=sum(parameter.numel() for parameter in modules.parameters()),
+        kv_scales_dtype=describe_kv_scales(settings, config),
         has_qk_norm=any(_QK_NORM.search(name) for name, _ in modules.named_modules()),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from pagedkv.plugin.model_spec import ModelSpec
 from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
 from .checkpoint import build_meta_model, load_causal_model, load_model_config
 from .description import describe_checkpoint
+from .kv_scales import load_checkpoint_scales
 from .probe import probe_layers
 from .sharding import check_split, has_shared_heads, keep_shared_head, plan_split
 from .tokenizer import TransformersTokenizer
@@ -27,8 +29,11 @@ class TransformersModel:
 
     interface_version: ClassVar[int] = 1
 
-    def __init__(self, model: torch.nn.Module, spec: ModelSpec) -> None:
+    def __init__(
+        self, model: torch.nn.Module, spec: ModelSpec, kv_scales: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self._model = model
+        self._kv_scales = kv_scales or {}
         self.spec = spec
 
     @classmethod
@@ -59,7 +64,7 @@ class TransformersModel:
         model = load_causal_model(
             config.model, model_config, dtype=config.dtype, device=device, attn_implementation=ATTENTION_NAME
         )
-        return cls(model, _probe(model, spec))
+        return cls(model, _probe(model, spec), load_checkpoint_scales(config.model))
 
     @classmethod
     def _load_shard(
@@ -79,7 +84,11 @@ class TransformersModel:
             keep_shared_head(model, spec, shard)
         part = _probe(model, spec)
         check_split(spec, part, shard.num_shards)
-        return cls(model, part)
+        return cls(model, part, load_checkpoint_scales(config.model))
+
+    def kv_scales(self) -> Mapping[str, torch.Tensor]:
+        """Scales of keys and values that the checkpoint brings, named as `pagedkv.plugin.kv_scales` says."""
+        return self._kv_scales
 
     @torch.inference_mode()
     def forward(self, batch: ModelInput, attention: AttentionContext) -> torch.Tensor:

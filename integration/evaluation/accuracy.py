@@ -36,7 +36,7 @@ def measure_accuracy(
     *,
     chunk_tokens: int,
     max_batch_size: int,
-    on_tokens: Callable[[int], None],
+    on_tokens: Callable[[int], object],
 ) -> dict[str, PathSums]:
     """Runs sequences of equal length.
 
@@ -87,7 +87,7 @@ def _compare_step(
 
 
 def generate_greedily(
-    run: PagedRun, prompts: torch.Tensor, num_tokens: int, on_tokens: Callable[[int], None]
+    run: PagedRun, prompts: torch.Tensor, num_tokens: int, on_tokens: Callable[[int], object]
 ) -> torch.Tensor:
     """The likeliest tokens after prompts: [num_rows, num_prompt_tokens] int64, as [num_rows, num_tokens]."""
     logits = run.forward(prompts, 0, has_all_logits=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,12 +121,12 @@ class _Evaluator:
         )
         names = list(dict.fromkeys((self.unquantized, *settings.kv_dtypes)))
         with tqdm(total=len(names) * len(tasks), desc="recall", unit="depth") as bar:
-            return {name: {task.depth: self._recall(name, task, bar) for task in tasks} for name in names}
+            return {name: {task.depth: self._recall(name, task, bar.update) for task in tasks} for name in names}
 
-    def _recall(self, kv_dtype_name: str, task: RecallTask, bar: tqdm[None]) -> float:
+    def _recall(self, kv_dtype_name: str, task: RecallTask, on_task: Callable[[int], object]) -> float:
         max_tokens = task.prompts.shape[1] + task.answers.shape[1]
         share = measure_recall(self.make_run(kv_dtype_name, len(task.prompts), max_tokens), task)
-        bar.update(1)
+        on_task(1)
         return share
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.step_input import StepInput, build_step_input, num_logprob_tokens
 from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter, ModelInput
+from pagedkv.plugin.kv_scales import LayerScales
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
@@ -26,13 +28,20 @@ Sequences = Mapping[RequestId, LiveSequence]
 class StepExecutor:
     """The model, the kernels and the blocks' memory of one backend."""
 
-    def __init__(self, config: ResolvedConfig, model: ModelAdapter, kernels: AttentionKernels) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model: ModelAdapter,
+        kernels: AttentionKernels,
+        static_scales: Sequence[LayerScales | None],
+    ) -> None:
         self._device = config.device
         self._block_size = config.cache.block_size
         self._kv_dtype = config.cache.kv_dtype
         self._model = model
         self._kernels = kernels
         self._sampler = Sampler(model.spec.vocab_size, config.device)
+        self._static_scales = static_scales
         self._storage: Sequence[KVStorage] = ()
         self._padded_decodes: PaddedDecodes | None = None
 
@@ -47,7 +56,10 @@ class StepExecutor:
         self._padded_decodes = None
         if num_blocks:
             specs = [layer.cache_spec(self._block_size, self._kv_dtype) for layer in self._model.spec.layers]
-            self._storage = [self._kernels.allocate(spec, num_blocks) for spec in specs]
+            self._storage = [
+                replace(self._kernels.allocate(spec, num_blocks), static_scales=scales)
+                for spec, scales in zip(specs, self._static_scales, strict=True)
+            ]
 
     def prepare_decodes(self, batch_sizes: Sequence[int], max_seq_len: int) -> None:
         """Makes decode steps of up to the largest of `batch_sizes` run from fixed buffers over the allocated blocks;

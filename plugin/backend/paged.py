@@ -18,7 +18,7 @@ from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, Counters, make_stats
 from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
 from pagedkv.plugin.config import ResolvedConfig
-from pagedkv.plugin.distributed import joined_group
+from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import (
     INTERFACE_VERSION,
@@ -30,6 +30,7 @@ from pagedkv.plugin.interface import (
     Scheduler,
     WarmupLimits,
 )
+from pagedkv.plugin.kv_scales import LayerScales, find_kv_scales, warn_of_unsafe_scales
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, find_plugin
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
@@ -66,7 +67,7 @@ class PagedBackend:
         self._model = model
         self._kernels = kernels
         self._eos_token_ids = model.spec.eos_token_ids
-        self._executor = StepExecutor(config, model, kernels)
+        self._executor = StepExecutor(config, model, kernels, _find_static_scales(config, model))
         self._agreement = StepAgreement(joined_group())
         self._sequences: dict[RequestId, LiveSequence] = {}
         self._counters = Counters()
@@ -287,6 +288,25 @@ def _describe_sequence(request: Request) -> NewSequence:
         request.parent_id,
         may_reuse_prefix=not request.params.prefill_logprobs,
     )
+
+
+def _find_static_scales(config: ResolvedConfig, model: ModelAdapter) -> Sequence[LayerScales | None]:
+    """Of each layer; None where the KV dtype keeps its scales in its blocks, or has none."""
+    if not config.cache.kv_dtype.has_static_scales:
+        return [None] * len(model.spec.layers)
+    group = joined_group()
+    shard = group.info if group else ShardInfo()
+    scales = find_kv_scales(
+        config.cache.kv_dtype,
+        config.cache.kv_scales,
+        model,
+        model.spec.layers,
+        config.device,
+        shard=shard.rank,
+        num_shards=shard.num_shards,
+    )
+    warn_of_unsafe_scales(scales, model.spec)
+    return scales
 
 
 def _refuse_unsupported_layers(config: ResolvedConfig, model: ModelSpec, kernels: AttentionKernels) -> None:
