@@ -6,8 +6,10 @@ import sys
 
 import typer
 
+from pagedkv.integration.cli.calibrate import calibrate
 from pagedkv.integration.cli.config import config
 from pagedkv.integration.cli.demo_model import demo_model
+from pagedkv.integration.cli.eval_kv import eval_kv
 from pagedkv.integration.cli.generate import generate
 from pagedkv.integration.cli.install_launcher_shim import install_launcher_shim
 from pagedkv.integration.cli.plugins import plugins
@@ -23,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, demo_model, plugins, config, install_launcher_shim):
+for command in (serve, generate, demo_model, plugins, config, calibrate, eval_kv, install_launcher_shim):
     app.command()(command)
 
 

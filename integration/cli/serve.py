@@ -28,6 +28,9 @@ def serve(
         str | None, typer.Option(metavar="HOST:PORT", help=f"TCP address. Without any: {DEFAULT_ADDRESS}.")
     ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="KV dtype; auto is the model's.")] = None,
+    kv_scales: Annotated[
+        str | None, typer.Option(help="File of scales for an 8-bit KV dtype, made by pagedkv calibrate.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, float16, bfloat16; or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; or auto.")] = None,
     num_shards: Annotated[
@@ -46,6 +49,7 @@ def serve(
         "server.uds_path": uds_path,
         "server.listen": listen,
         "cache.kv_dtype": kv_cache_dtype,
+        "cache.kv_scales": kv_scales,
         "model.dtype": dtype,
         "model.device": device,
     }
