@@ -114,7 +114,8 @@ def _gather_and_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_
 
 
 def _supported_kv_dtypes(kernels: AttentionKernels) -> list[KVDtype]:
-    kv_dtypes = [find_kv_dtype(name) for name in known_kv_dtypes()]
+    # Variants with scales from outside the blocks have the elements of the others.
+    kv_dtypes = [x for x in map(find_kv_dtype, known_kv_dtypes()) if not x.has_static_scales]
     return [x for x in kv_dtypes if not kernels.unsupported_reasons(SPEC, SPEC.cache_spec(BLOCK_SIZE, x), DTYPE)]
 
 

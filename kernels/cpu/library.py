@@ -7,12 +7,23 @@ import ctypes
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import KVStorage
+from pagedkv.plugin.kv_dtypes import ScaleGranularity
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """As in csrc/simd.h."""
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _Scales(ctypes.Structure):
+    _fields_ = (
+        ("data", _POINTER),
+        ("block_stride", _INT64),
+        ("head_stride", _INT64),
+        ("token_stride", _INT64),
+    )
 
 
 class _AttendArgs(ctypes.Structure):
@@ -36,6 +47,8 @@ class _AttendArgs(ctypes.Structure):
         ("v_head_dim", _INT64),
         ("block_size", _INT64),
         ("sliding_window", _INT64),
+        ("k_scales", _Scales),
+        ("v_scales", _Scales),
         ("q_dtype", _INT32),
         ("kv_dtype", _INT32),
         ("num_threads", _INT32),
@@ -44,21 +57,24 @@ class _AttendArgs(ctypes.Structure):
     )
 
 
+class _Side(ctypes.Structure):
+    _fields_ = (
+        ("source", _POINTER),
+        ("cache", _POINTER),
+        ("token_stride", _INT64),
+        ("head_stride", _INT64),
+        ("dim", _INT64),
+        ("scales", _Scales),
+    )
+
+
 class _StoreArgs(ctypes.Structure):
     _fields_ = (
-        ("k", _POINTER),
-        ("v", _POINTER),
-        ("k_cache", _POINTER),
-        ("v_cache", _POINTER),
+        ("k", _Side),
+        ("v", _Side),
         ("slot_mapping", _POINTER),
-        ("k_token_stride", _INT64),
-        ("k_head_stride", _INT64),
-        ("v_token_stride", _INT64),
-        ("v_head_stride", _INT64),
         ("num_tokens", _INT64),
         ("num_kv_heads", _INT64),
-        ("head_dim", _INT64),
-        ("v_head_dim", _INT64),
         ("block_size", _INT64),
         ("dtype", _INT32),
         ("kv_dtype", _INT32),
@@ -110,6 +126,8 @@ class AttentionLibrary:
             v_head_dim=spec.v_head_dim,
             block_size=spec.block_size,
             sliding_window=options.sliding_window or 0,
+            k_scales=_scales(storage, "k"),
+            v_scales=_scales(storage, "v"),
             q_dtype=DTYPE_CODES[q.dtype],
             kv_dtype=DTYPE_CODES[spec.kv_dtype.storage],
             num_threads=torch.get_num_threads(),
@@ -128,22 +146,51 @@ class AttentionLibrary:
         slots = slot_mapping.contiguous()
         self._store(
             _StoreArgs(
-                k=k.data_ptr(),
-                v=v.data_ptr(),
-                k_cache=storage.tensors["k"].data_ptr(),
-                v_cache=storage.tensors["v"].data_ptr(),
+                k=_side(storage, "k", k),
+                v=_side(storage, "v", v),
                 slot_mapping=slots.data_ptr(),
-                k_token_stride=k.stride(0),
-                k_head_stride=k.stride(1),
-                v_token_stride=v.stride(0),
-                v_head_stride=v.stride(1),
                 num_tokens=k.shape[0],
                 num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                v_head_dim=spec.v_head_dim,
                 block_size=spec.block_size,
                 dtype=DTYPE_CODES[k.dtype],
                 kv_dtype=DTYPE_CODES[spec.kv_dtype.storage],
                 num_threads=torch.get_num_threads(),
             )
         )
+
+
+def find_static_scales(storage: KVStorage, name: str) -> torch.Tensor:
+    """The scales from outside the blocks of side `name`: [num_kv_heads] float32.
+
+    Raises:
+        ConfigError: the storage brings none.
+    """
+    if storage.static_scales is None:
+        raise ConfigError(f"the KV dtype {storage.spec.kv_dtype.name} needs static scales, and this layer has none")
+    return storage.static_scales["kv".index(name)]
+
+
+def _side(storage: KVStorage, name: str, source: torch.Tensor) -> _Side:
+    """New keys or values, source: [num_tokens, num_kv_heads, dim], and where they go."""
+    return _Side(
+        source=source.data_ptr(),
+        cache=storage.tensors[name].data_ptr(),
+        token_stride=source.stride(0),
+        head_stride=source.stride(1),
+        dim=source.shape[2],
+        scales=_scales(storage, name),
+    )
+
+
+def _scales(storage: KVStorage, name: str) -> _Scales:
+    """The scales of side `name`, "k" or "v"."""
+    spec = storage.spec
+    match spec.kv_dtype.key_scales if name == "k" else spec.kv_dtype.value_scales:
+        case ScaleGranularity.TOKEN:
+            per_head = spec.block_size
+            return _Scales(storage.tensors[f"{name}_scale"].data_ptr(), spec.num_kv_heads * per_head, per_head, 1)
+        case ScaleGranularity.STATIC:
+            scales = find_static_scales(storage, name)
+            return _Scales(scales.data_ptr(), 0, scales.stride(0), 0)
+        case _:
+            return _Scales()

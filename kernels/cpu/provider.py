@@ -6,6 +6,9 @@ of the sum: two steps widen to floats by a shift and a mask, and AVX-512-BF16 mu
 
     k: [num_blocks, num_kv_heads, head_dim, block_size]      bf16: [..., head_dim / 2, block_size, 2]
     v: [num_blocks, num_kv_heads, block_size, v_head_dim]    bf16: [..., block_size / 2, v_head_dim, 2]
+    k_scale, v_scale: [num_blocks, num_kv_heads, block_size], where a KV dtype has a scale per token and head
+
+Scales of tokens multiply vectors of scores and of weights, so that elements are widened and nothing else on their way.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pagedkv.kernels.cpu.compiler import CompilerError, load_library
-from pagedkv.kernels.cpu.library import AttentionLibrary
+from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, find_static_scales
 from pagedkv.kernels.cpu.memory import allocate_zeros
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import KVStorage
-from pagedkv.plugin.kv_dtypes import BF16, KV_DTYPE_OF_TORCH, KVCacheSpec
+from pagedkv.plugin.kv_dtypes import BF16, KV_DTYPE_OF_TORCH, KVCacheSpec, KVDtype, ScaleGranularity
 from pagedkv.plugin.model_spec import AttentionSpec
 from pagedkv.plugin.step_plan import BlockCopy
 
@@ -33,7 +36,7 @@ _MAX_BLOCK_SIZE = 512
 
 
 class CpuKernels:
-    """Implements `AttentionKernels` for unquantized KV dtypes on CPUs."""
+    """Implements `AttentionKernels` on CPUs for unquantized KV dtypes and those of 8 bits."""
 
     interface_version: ClassVar[int] = 1
     name = "cpu"
@@ -54,7 +57,7 @@ class CpuKernels:
         reasons = []
         if self._device.type != "cpu":
             reasons.append(f"it needs a CPU, the device is {self._device.type}")
-        if cache_spec.kv_dtype not in KV_DTYPE_OF_TORCH.values():
+        if not _is_supported(cache_spec.kv_dtype):
             reasons.append(f"the KV dtype {cache_spec.kv_dtype.name} is not implemented")
         if dtype not in KV_DTYPE_OF_TORCH:
             reasons.append(f"queries of {dtype} are not implemented")
@@ -73,10 +76,13 @@ class CpuKernels:
             shapes = {"k": (dim // 2, size, 2), "v": (size // 2, v_dim, 2)}
         else:
             shapes = {"k": (dim, size), "v": (size, v_dim)}
+        per_head = (num_blocks, cache_spec.num_kv_heads)
         tensors = {
-            name: allocate_zeros((num_blocks, cache_spec.num_kv_heads, *shape), cache_spec.kv_dtype.storage)
-            for name, shape in shapes.items()
+            name: allocate_zeros((*per_head, *shape), cache_spec.kv_dtype.storage) for name, shape in shapes.items()
         }
+        for name, granularity in _granularities(cache_spec.kv_dtype).items():
+            if granularity is ScaleGranularity.TOKEN:
+                tensors[f"{name}_scale"] = allocate_zeros((*per_head, size), torch.float32)
         return KVStorage(cache_spec, num_blocks, tensors)
 
     def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
@@ -110,7 +116,8 @@ class CpuKernels:
         else:
             keys = k[blocks, :, :, offsets]
             values = v[blocks, :, offsets]
-        return keys.float(), values.float()
+        k_scales, v_scales = (_read_scales(storage, name, blocks, offsets) for name in ("k", "v"))
+        return keys.float() * k_scales, values.float() * v_scales
 
     @property
     def _library(self) -> AttentionLibrary:
@@ -124,3 +131,31 @@ class CpuKernels:
         except CompilerError as error:
             return [str(error)]
         return []
+
+
+def _is_supported(kv_dtype: KVDtype) -> bool:
+    if kv_dtype in KV_DTYPE_OF_TORCH.values():
+        return True
+    granularities = set(_granularities(kv_dtype).values())
+    return (
+        granularities <= {ScaleGranularity.TOKEN, ScaleGranularity.STATIC}
+        and kv_dtype.storage in DTYPE_CODES
+        and kv_dtype.bits == 8
+        and kv_dtype.scale_dtype == torch.float32
+        and kv_dtype.zero_dtype is None
+    )
+
+
+def _granularities(kv_dtype: KVDtype) -> dict[str, ScaleGranularity]:
+    return {"k": kv_dtype.key_scales, "v": kv_dtype.value_scales}
+
+
+def _read_scales(storage: KVStorage, name: str, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | float:
+    """Scales of side `name` at places [N] of blocks [N], that multiply [N, num_kv_heads, dim]."""
+    match _granularities(storage.spec.kv_dtype)[name]:
+        case ScaleGranularity.TOKEN:
+            return storage.tensors[f"{name}_scale"][blocks, :, offsets][..., None]
+        case ScaleGranularity.STATIC:
+            return find_static_scales(storage, name)[:, None]
+        case _:
+            return 1.0

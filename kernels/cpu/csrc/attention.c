@@ -9,6 +9,7 @@
 #include <stddef.h>
 
 #include "gemm.h"
+#include "quantize.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -34,6 +35,7 @@ typedef struct {
     int64_t q_token_stride, q_head_stride, block_table_stride;
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, v_head_dim, block_size;
     int64_t sliding_window;  // 0 is none
+    Scales k_scales, v_scales;
     int32_t q_dtype, kv_dtype, num_threads;
     float scale, softcap;  // softcap 0 is none
 } AttendArgs;
@@ -57,7 +59,7 @@ typedef struct {
 } Plan;
 
 typedef struct {
-    float *q, *scores, *sums, *max, *total, *packed_k, *packed_v;
+    float *q, *scores, *sums, *max, *total, *packed_k, *packed_v, *k_scales, *v_scales;
     uint16_t *q_pairs, *weight_pairs;
 } Scratch;
 
@@ -71,6 +73,7 @@ INLINE int64_t max_rows(const AttendArgs *args) { return max64(MAX_ITEM_ROWS, gr
 INLINE int b_format(const AttendArgs *args) {
     if (args->kv_dtype == FP32) return B_FP32;
     if (args->kv_dtype == FP16) return B_FP16;
+    if (args->kv_dtype == INT8) return B_INT8;
     return HAS_BF16_DOT && args->q_dtype == BF16 ? B_BF16_DOT : B_BF16_PAIRS;
 }
 
@@ -118,9 +121,14 @@ static void make_plan(const AttendArgs *args, Plan *plan) {
 
 // --------------------------------------------------------------------------------------------------- keys and values
 
+// The block of a token.
+INLINE int64_t block_of(const AttendArgs *args, const Group *group, int64_t token) {
+    return args->block_table[group->sequence * args->block_table_stride + token / args->block_size];
+}
+
 // A head's keys or values in the block of a token.
 INLINE const char *head_block(const AttendArgs *args, const void *cache, int64_t dim, const Group *group, int64_t token) {
-    int64_t block = args->block_table[group->sequence * args->block_table_stride + token / args->block_size];
+    int64_t block = block_of(args, group, token);
     int64_t head_bytes = dim * args->block_size * element_bytes(args->kv_dtype);
     return (const char *)cache + (block * args->num_kv_heads + group->head) * head_bytes;
 }
@@ -130,7 +138,7 @@ INLINE const char *b_columns(int format, const char *b, int64_t offset) { return
 
 // Steps from `offset` on; even where steps lie in pairs.
 INLINE const char *b_steps(int format, const char *b, int64_t offset, int64_t ldb) {
-    return b + (format == B_FP16 ? offset * 2 : format == B_FP32 ? offset * 4 : offset * 2) * ldb;
+    return b + offset * ldb * column_bytes(format) / (is_paired(format) ? 2 : 1);
 }
 
 // Widens B[depth, columns] to floats; columns are a multiple of LANES, depth is that of whole pairs where there are pairs.
@@ -148,7 +156,7 @@ INLINE void widen(const int format, const char *b, int64_t ldb, int64_t depth, i
 INLINE void widen_narrow(int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
     for (int64_t k = 0; k < depth; k++) {
         for (int64_t column = 0; column < columns; column++) {
-            int dtype = format == B_FP32 ? FP32 : format == B_FP16 ? FP16 : BF16;
+            int dtype = format == B_FP32 ? FP32 : format == B_FP16 ? FP16 : format == B_INT8 ? INT8 : BF16;
             int64_t index = format == B_BF16_PAIRS ? (k / 2 * ldb + column) * 2 + k % 2 : k * ldb + column;
             out[k * ldo + column] = get_element(dtype, b, index);
         }
@@ -159,6 +167,7 @@ static void widen_any(int format, const char *b, int64_t ldb, int64_t depth, int
     if (columns % LANES) widen_narrow(format, b, ldb, depth, columns, out, ldo);
     else if (format == B_FP32) widen(B_FP32, b, ldb, depth, columns, out, ldo);
     else if (format == B_FP16) widen(B_FP16, b, ldb, depth, columns, out, ldo);
+    else if (format == B_INT8) widen(B_INT8, b, ldb, depth, columns, out, ldo);
     else widen(B_BF16_PAIRS, b, ldb, depth, columns, out, ldo);
 }
 
@@ -173,6 +182,21 @@ static void pack_tile(const AttendArgs *args, const Group *group, int64_t start,
         const char *v = head_block(args, args->v, v_dim, group, token);
         widen_any(format, b_steps(format, v, offset, v_dim), v_dim, round_up(min64(count, end - token), 2), v_dim,
                   scratch->packed_v + place * v_dim, v_dim);
+        token += count;
+    }
+}
+
+// Copies the scales of a tile's tokens. Those of the tokens from `next` on, up to `limit`, are asked for.
+static void gather_scales(const AttendArgs *args, const Group *group, Scales scales, int64_t start, int64_t end,
+                          int64_t limit, float *out) {
+    int64_t size = args->block_size;
+    for (int64_t token = start; token < end;) {
+        int64_t offset = token % size, count = min64(size - offset, end - token), next = token + DIRECT_TILE_TOKENS;
+        const float *head = scales.data + group->head * scales.head_stride;
+        const float *first = head + block_of(args, group, token) * scales.block_stride + offset * scales.token_stride;
+        if (next < limit) __builtin_prefetch(head + block_of(args, group, next) * scales.block_stride);
+        if (scales.token_stride) memcpy(out + (token - start), first, count * sizeof(float));
+        else for (int64_t i = 0; i < count; i++) out[token - start + i] = *first;
         token += count;
     }
 }
@@ -254,6 +278,7 @@ INLINE float finish_scores(const Work *work, int64_t row, int64_t start, int64_t
     int64_t head = work->group->head * group_size(args) + row % group_size(args);
     int64_t high = min64(count, position + 1 - start);
     int64_t low = args->sliding_window ? max64(0, position + 1 - args->sliding_window - start) : 0;
+    const float *k_scales = args->k_scales.data ? work->scratch->k_scales : NULL;
     float slope = args->alibi_slopes ? args->alibi_slopes[head] * LOG2_E : 0.0f;
     float scale = args->softcap ? args->scale / args->softcap : args->scale * LOG2_E;
     float cap = args->softcap * LOG2_E;
@@ -261,6 +286,7 @@ INLINE float finish_scores(const Work *work, int64_t row, int64_t start, int64_t
     for (int i = 0; i < LANES; i++) lane[i] = (float)i;
     for (int64_t i = 0; i < count; i += LANES) {
         vfloat x = load(scores + i) * scale;
+        if (k_scales) x *= load(k_scales + i);
         if (args->softcap) x = vtanh(x) * cap;
         if (args->alibi_slopes) x += slope * (lane + (float)(start + i - position));
         if (i < low || i + LANES > high) {
@@ -278,6 +304,7 @@ static void soften(const Work *work, int64_t first_row, int64_t start, int64_t c
     Scratch *scratch = work->scratch;
     int64_t dim = work->args->v_head_dim, padded = round_up(count, LANES);
     int is_dot = work->is_direct && b_format(work->args) == B_BF16_DOT;
+    const float *v_scales = work->args->v_scales.data ? scratch->v_scales : NULL;
     for (int64_t row = first_row; row < work->rows; row++) {
         float *scores = scratch->scores + row * work->tile_tokens;
         float max = finish_scores(work, row, start, count, scores);
@@ -292,7 +319,7 @@ static void soften(const Work *work, int64_t first_row, int64_t start, int64_t c
         for (int64_t i = 0; i < padded; i += LANES) {
             vfloat weight = exp2_nonpositive(load(scores + i) - scratch->max[row]);
             total += weight;
-            put(scores + i, weight);
+            put(scores + i, v_scales ? weight * load(v_scales + i) : weight);
         }
         scratch->total[row] += sum_lanes(total);
         if (is_dot) {
@@ -345,6 +372,8 @@ static void run_item(const AttendArgs *args, const Group *group, const Item *ite
         // Rows whose query comes before the tile see nothing of it.
         int64_t first_row = max64(0, start - group->first_position) * group_size(args);
         if (!is_direct) pack_tile(args, group, start, end, scratch);
+        if (args->k_scales.data) gather_scales(args, group, args->k_scales, start, end, item->end, scratch->k_scales);
+        if (args->v_scales.data) gather_scales(args, group, args->v_scales, start, end, item->end, scratch->v_scales);
         multiply_keys(&work, first_row, start, end, item->end);
         soften(&work, first_row, start, end - start);
         multiply_values(&work, first_row, start, end, item->end);
@@ -405,6 +434,8 @@ static Scratch take_scratch(const AttendArgs *args, char **place) {
         .total = take(place, rows * 4),
         .packed_k = take(place, args->head_dim * PACKED_TILE_TOKENS * 4),
         .packed_v = take(place, args->v_head_dim * PACKED_TILE_TOKENS * 4),
+        .k_scales = take(place, DIRECT_TILE_TOKENS * 4),
+        .v_scales = take(place, DIRECT_TILE_TOKENS * 4),
         .q_pairs = take(place, rows * args->head_dim * 2),
         .weight_pairs = take(place, tile * 2),
     };

@@ -12,6 +12,7 @@ enum {
     B_FP16,
     B_BF16_PAIRS,  // [depth / 2, ldb, 2]: two steps of a column lie together, so that a shift and a mask widen them
     B_BF16_DOT,    // the same, and A is pairs of bf16 too, for the processor's dot product of pairs
+    B_INT8,
     NUM_B_FORMATS,
 };
 
@@ -35,12 +36,13 @@ INLINE vfloat dot_pairs(vfloat sum, uint32_t a, vuint b) {
 INLINE int is_paired(int format) { return format == B_BF16_PAIRS || format == B_BF16_DOT; }
 
 // Bytes of one column of one step (of a pair of steps, where they lie in pairs).
-INLINE int64_t column_bytes(int format) { return format == B_FP16 ? 2 : 4; }
+INLINE int64_t column_bytes(int format) { return format == B_INT8 ? 1 : format == B_FP16 ? 2 : 4; }
 
 // LANES columns of a step from `column` on. `line` is the step's, or its pair's, of which it is the second or not.
 INLINE vfloat load_step(int format, const char *line, int is_second, int64_t column) {
     if (format == B_FP32 || format == B_PACKED) return load((const float *)line + column);
     if (format == B_FP16) return half_to_float((const uint16_t *)line + column);
+    if (format == B_INT8) return int8_to_float((const int8_t *)line + column);
     vuint pairs = *(const vuint_any *)((const uint32_t *)line + column);
     return is_second ? (vfloat)(pairs & 0xffff0000) : (vfloat)(pairs << 16);
 }
@@ -152,6 +154,7 @@ DEFINE_TILES(B_FP32)
 DEFINE_TILES(B_FP16)
 DEFINE_TILES(B_BF16_PAIRS)
 DEFINE_TILES(B_BF16_DOT)
+DEFINE_TILES(B_INT8)
 
 static multiply_tile_fn *const multiply_tiles[NUM_B_FORMATS][2][MAX_TILE_ROWS] = {
     LIST_TILES(B_PACKED),
@@ -159,6 +162,7 @@ static multiply_tile_fn *const multiply_tiles[NUM_B_FORMATS][2][MAX_TILE_ROWS] =
     LIST_TILES(B_FP16),
     LIST_TILES(B_BF16_PAIRS),
     LIST_TILES(B_BF16_DOT),
+    LIST_TILES(B_INT8),
 };
 
 // C[rows, columns] (+)= A[rows, depth] × B[depth, columns]; columns are a multiple of LANES. lda counts floats, or pairs.

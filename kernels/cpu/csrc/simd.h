@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__F16C__) || defined(__AVX512BF16__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -25,14 +25,17 @@ typedef float vfloat __attribute__((vector_size(4 * LANES)));
 typedef int32_t vint __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
+typedef int16_t vshort __attribute__((vector_size(2 * LANES)));
+typedef int8_t vbyte __attribute__((vector_size(LANES)));
 
 // The same, at any address.
 typedef vfloat vfloat_any __attribute__((aligned(4), may_alias));
 typedef vuint vuint_any __attribute__((aligned(4), may_alias));
 typedef vhalf vhalf_any __attribute__((aligned(2), may_alias));
+typedef vbyte vbyte_any __attribute__((aligned(1), may_alias));
 
 // How elements are stored; the numbers are those of kernels/cpu/library.py.
-enum { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
 
 // Subtracting zero changes no float, so that no instruction is left of it; adding it would turn -0 into 0.
 INLINE vfloat splat(float x) { return x - (vfloat){}; }
@@ -85,19 +88,31 @@ INLINE vfloat vtanh(vfloat x) {
     return choose(x < splat(0.0f), -t, t);
 }
 
-INLINE vfloat half_to_float(const uint16_t *p) {
+INLINE vfloat halves_to_floats(vhalf halves) {
 #if defined(__AVX512F__) && LANES == 16
-    return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+    return (vfloat)_mm512_cvtph_ps((__m256i)halves);
 #elif defined(__F16C__) && LANES == 8
-    return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    return (vfloat)_mm256_cvtph_ps((__m128i)halves);
 #else
-    vuint bits = __builtin_convertvector(*(const vhalf_any *)p, vuint);
+    vuint bits = __builtin_convertvector(halves, vuint);
     // Exponent and mantissa moved into place make a float 2^112 too small; infinities and NaN get their exponent back.
     vuint magnitude = (bits & 0x7fff) << 13;
     vfloat value = (vfloat)magnitude * 0x1p112f;
     vint is_special = magnitude >= (vuint){} + (0x7c00u << 13);
     value = choose(is_special, (vfloat)(magnitude | 0x7f800000), value);
     return (vfloat)((vuint)value | ((bits & 0x8000) << 16));
+#endif
+}
+
+INLINE vfloat half_to_float(const uint16_t *p) { return halves_to_floats(*(const vhalf_any *)p); }
+
+INLINE vfloat int8_to_float(const int8_t *p) {
+#if defined(__AVX512F__) && LANES == 16
+    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__) && LANES == 8
+    return (vfloat)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    return __builtin_convertvector(*(const vbyte_any *)p, vfloat);
 #endif
 }
 
@@ -139,6 +154,7 @@ INLINE float half_bits_to_float(uint16_t half) {
 // Element i of an array of a dtype.
 INLINE float get_element(int dtype, const void *p, int64_t i) {
     if (dtype == FP32) return ((const float *)p)[i];
+    if (dtype == INT8) return ((const int8_t *)p)[i];
     uint16_t bits = ((const uint16_t *)p)[i];
     return dtype == BF16 ? bits_to_float((uint32_t)bits << 16) : half_bits_to_float(bits);
 }
@@ -148,4 +164,4 @@ INLINE void set_element(int dtype, void *p, int64_t i, float x) {
     else ((uint16_t *)p)[i] = dtype == BF16 ? float_to_bf16(x) : float_to_half(x);
 }
 
-INLINE int64_t element_bytes(int dtype) { return dtype == FP32 ? 4 : 2; }
+INLINE int64_t element_bytes(int dtype) { return dtype == FP32 ? 4 : dtype == BF16 || dtype == FP16 ? 2 : 1; }
