@@ -44,6 +44,7 @@ class TritonKernels:
     def __init__(self, device: torch.device, architecture: Architecture) -> None:
         self._device = device
         self._architecture = architecture
+        self.can_capture_graphs = not is_interpreted()
 
     @classmethod
     def create(cls, device: torch.device) -> Self:
@@ -53,10 +54,6 @@ class TritonKernels:
         if device.type != "cuda":
             raise UnsupportedError(f"the triton kernels need a GPU; the device is {device.type}")
         return cls(device, device_architecture(device))
-
-    @property
-    def can_capture_graphs(self) -> bool:
-        return self._device.type == "cuda" and not is_interpreted()
 
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
         reasons = unsupported_format_reasons(cache_spec.kv_dtype)

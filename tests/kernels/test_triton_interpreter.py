@@ -28,7 +28,10 @@ PARTS = {
         "test_triton_conformance.py",
         "float16-fp16 and not keep_away and (window_and or window_of_one or alibi or wide_values)",
     ),
-    "independence": ("test_triton_conformance.py", "float16-fp16 and (nan_in_k_and_v or padding_rows)"),
+    "independence": (
+        "test_triton_conformance.py",
+        "(float16-fp16 or float16-int8) and nan_in_k_and_v or float16-fp16 and padding_rows",
+    ),
     "quantized": ("test_triton_quantized.py", ""),
     "benchmark": ("test_triton_bench.py", ""),
 }
