@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -12,13 +13,14 @@ from tqdm import tqdm
 from pagedkv.integration.evaluation.paged_run import PagedRun
 from pagedkv.integration.evaluation.texts import cut_sequences, load_texts
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
-from pagedkv.plugin.config import Config, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, find_kv_dtype, find_static_variant
 from pagedkv.plugin.kv_scales import key_scale_name, value_scale_name
 from pagedkv.plugin.model_spec import AttentionSpec
 from pagedkv.plugin.registry import KERNELS, MODELS, find_plugin
+from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.step_plan import BlockCopy
 
 _BINS_PER_OCTAVE = 64
@@ -55,7 +57,7 @@ class Magnitudes:
 class RecordingKernels:
     """Implements `AttentionKernels` by others, and notes the magnitudes of what is stored, by layer."""
 
-    interface_version = 1
+    interface_version: ClassVar[int] = 1
     can_capture_graphs = False
 
     def __init__(self, kernels: AttentionKernels) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedkv.plugin.config import Config, ResolvedConfig, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import Config
 from pagedkv.plugin.interface import Backend, Tokenizer
 from pagedkv.plugin.registry import BACKENDS, MODELS, find_plugin
+from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from pagedkv.plugin.step_plan import BlockCopy, NewSequence, StepPlan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pagedkv.plugin.config import ModelSettings, ResolvedConfig, SchedulerSettings
+    from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig, SchedulerSettings
 
 INTERFACE_VERSION = 1
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
+from pagedkv.plugin.resolved_config import ModelSettings
 
 # transformers leaves these without types
 _from_config: Any = AutoModelForCausalLM.from_config

@@ -17,12 +17,12 @@ from typing import ClassVar
 import torch
 
 from pagedkv.plugin.admission import validate_requests
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.distributed import joined_group
 from pagedkv.plugin.errors import StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
+from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
 from pagedkv.plugin.stats import BackendStats

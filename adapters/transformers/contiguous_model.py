@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.resolved_config import ResolvedConfig
 
 from .checkpoint import load_causal_model, load_model_config
 from .contiguous_batch import PaddedInput

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped, unused-ignore]  # its stubs are in the extra dev
 import torch
 
-from pagedkv.plugin.config import MemoryBlocks, MemoryBytes, ResolvedConfig
 from pagedkv.plugin.errors import CapacityError
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBytes, ResolvedConfig
 
 _HOST_SHARE = 0.5
 """Of the available host memory: other programs live there too."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
+from pagedkv.plugin.resolved_config import ModelSettings
 
 from .checkpoint import architecture_name, build_meta_model, load_generation_config, load_model_config
 from .kv_scales import describe_kv_scales

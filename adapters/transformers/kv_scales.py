@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.kv_scales import key_scale_name, value_scale_name
+from pagedkv.plugin.resolved_config import ModelSettings
 
 _NAMES = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 """As `model.layers.3.self_attn.k_scale`, of compressed-tensors and of others."""

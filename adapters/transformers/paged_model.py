@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext
-from pagedkv.plugin.config import ModelSettings, ResolvedConfig
 from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig
 
 from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
 from .checkpoint import build_meta_model, load_causal_model, load_model_config

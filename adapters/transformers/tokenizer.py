@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.errors import RequestError
+from pagedkv.plugin.resolved_config import ModelSettings
 
 from .checkpoint import load_pretrained_tokenizer
 

@@ -32,12 +32,13 @@ import torch
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.server import GenerationServer
-from pagedkv.plugin.config import ResolvedConfig, ServerSection, parse_config, resolve_model_settings
+from pagedkv.plugin.config import ServerSection, parse_config
 from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.kv_dtypes import find_kv_dtype
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.registry import MODELS, find_plugin
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, TokenLogprob
+from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_model_settings
 from pagedkv.plugin.stats import BackendStats
 
 if TYPE_CHECKING:

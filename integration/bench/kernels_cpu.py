@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,7 +85,7 @@ def _measure_decode(kernels: AttentionKernels, num_runs: int) -> dict[str, float
     metadata = _metadata([CONTEXT_TOKENS] * NUM_SEQUENCES, [1] * NUM_SEQUENCES, block_table)
     for kv_dtype in _supported_kv_dtypes(kernels):
         storage = _fill(kernels, kv_dtype, k, v)
-        runs[f"decode_{kv_dtype.name}_ms"] = lambda storage=storage: kernels.attend(q, storage, metadata, OPTIONS)
+        runs[f"decode_{kv_dtype.name}_ms"] = partial(kernels.attend, q, storage, metadata, OPTIONS)
     return _time_in_turn(runs, num_runs)
 
 

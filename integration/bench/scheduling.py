@@ -24,7 +24,7 @@ import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import ModelSettings, ResolvedConfig, SchedulerSettings, load_config, resolve_config
+from pagedkv.plugin.config import load_config
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import (
     INTERFACE_VERSION,
@@ -37,6 +37,7 @@ from pagedkv.plugin.interface import (
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, SCHEDULERS, find_plugin
 from pagedkv.plugin.requests import CacheNamespace, Request, RequestId, SamplingParams
+from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig, SchedulerSettings, resolve_config
 from pagedkv.plugin.step_plan import NewSequence
 
 if TYPE_CHECKING:

@@ -10,6 +10,9 @@ import typer
 
 from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_settings
 
+_MIN_TABLE_WIDTH = 110
+"""Where the terminal is narrower, its own line breaks read better than cut words."""
+
 
 def eval_kv(
     model: Annotated[str, typer.Argument(help="Directory of the model.", show_default=False)],
@@ -54,6 +57,7 @@ def eval_kv(
     else:
         from rich.console import Console
 
-        Console().print(make_table(report))
+        console = Console()
+        Console(width=max(console.width, _MIN_TABLE_WIDTH)).print(make_table(report))
     if plot:
         save_plot(report, plot)

@@ -96,8 +96,9 @@ def render_chat(model: Path, message: str, system: str | None = None) -> str:
         ConfigError: there is no model.
         RequestError: the model has no chat template.
     """
-    from pagedkv.plugin.config import parse_config, resolve_model_settings
+    from pagedkv.plugin.config import parse_config
     from pagedkv.plugin.registry import MODELS, find_plugin
+    from pagedkv.plugin.resolved_config import resolve_model_settings
 
     settings = resolve_model_settings(parse_config({"model": {"path": str(model)}}))
     messages = [{"role": "system", "content": system}] if system is not None else []

@@ -14,12 +14,13 @@ from pagedkv.integration.evaluation.paged_run import PagedRun
 from pagedkv.integration.evaluation.recall import RecallTask, make_recall_tasks, measure_recall
 from pagedkv.integration.evaluation.report import KindResult, Report
 from pagedkv.integration.evaluation.texts import TextKind, cut_sequences, load_texts
-from pagedkv.plugin.config import Config, ResolvedConfig, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import ModelAdapter, Tokenizer
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, find_kv_dtype
 from pagedkv.plugin.kv_scales import load_kv_scales
 from pagedkv.plugin.registry import KERNELS, MODELS, find_plugin
+from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 DEFAULT_KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 

@@ -12,10 +12,10 @@ from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadat
 from pagedkv.plugin.backend.graphs import PaddedDecodes
 from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.step_input import StepInput, build_step_input, num_logprob_tokens
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter, ModelInput
 from pagedkv.plugin.kv_scales import LayerScales
 from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
 from pagedkv.plugin.step_plan import StepPlan

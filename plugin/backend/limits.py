@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.errors import CapacityError
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.resolved_config import ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from pagedkv.plugin.backend.profile import measure_activation_bytes
 from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, Counters, make_stats
 from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import (
@@ -34,6 +33,7 @@ from pagedkv.plugin.kv_scales import LayerScales, find_kv_scales, warn_of_unsafe
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, find_plugin
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
+from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.sampler import SampledToken
 from pagedkv.plugin.stats import BackendStats
 from pagedkv.plugin.step_plan import NewSequence, StepPlan

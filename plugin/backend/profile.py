@@ -7,8 +7,8 @@ import torch
 from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.sequence import LiveSequence
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
 
 CPU_STEP_TOKENS = 64

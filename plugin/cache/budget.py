@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from pagedkv.plugin.config import MemoryBlocks, MemoryBudget, MemoryBytes
 from pagedkv.plugin.errors import CapacityError, ConfigError
+from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBudget, MemoryBytes
 
 MAX_HOST_SHARE = 0.5
 """Of the available host memory: other programs live there too, and swapping is worse than a small pool."""

@@ -28,12 +28,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pagedkv.plugin.config import SchedulerSettings
 from pagedkv.plugin.conformance.scheduler_harness import SchedulerHarness
 from pagedkv.plugin.errors import CapacityError, PagedKVError
 from pagedkv.plugin.interface import CacheManager, Scheduler
 from pagedkv.plugin.registry import CACHE_MANAGERS, SCHEDULERS, find_plugin
 from pagedkv.plugin.requests import CacheNamespace, RequestId
+from pagedkv.plugin.resolved_config import SchedulerSettings
 
 
 class SchedulerConformance:

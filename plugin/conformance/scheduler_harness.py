@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pagedkv.plugin.config import SchedulerSettings
 from pagedkv.plugin.interface import CacheManager, Scheduler
 from pagedkv.plugin.requests import CacheNamespace, RequestId
+from pagedkv.plugin.resolved_config import SchedulerSettings
 from pagedkv.plugin.step_plan import NewSequence, ScheduledSequence, StepPlan
 
 MakeReplica = Callable[[], tuple[Scheduler, CacheManager]]

@@ -19,7 +19,7 @@ from pagedkv.plugin.interface import INTERFACE_VERSION, ModelInput, Tokenizer
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from pagedkv.plugin.config import ModelSettings, ResolvedConfig
+    from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig
 
 HEAD_DIM = 32
 

@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pagedkv.plugin.assemble import assemble
-from pagedkv.plugin.config import Config, ResolvedConfig, load_config
+from pagedkv.plugin.config import Config, load_config
 from pagedkv.plugin.engine.beam_search import BeamSearch
 from pagedkv.plugin.engine.results import Beam, GenerationResult
 from pagedkv.plugin.engine.running_request import RunningRequest
@@ -29,6 +29,7 @@ from pagedkv.plugin.engine.stream import TokenStream
 from pagedkv.plugin.errors import RequestError, StepError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.requests import CacheNamespace, Request, RequestId, SamplingParams
+from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.stats import BackendStats
 from pagedkv.plugin.text.output_text import OutputText
 

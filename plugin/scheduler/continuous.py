@@ -14,10 +14,10 @@ from bisect import insort
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from pagedkv.plugin.config import SchedulerSettings
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
 from pagedkv.plugin.interface import INTERFACE_VERSION, BlockGrant, CacheManager
 from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.resolved_config import SchedulerSettings
 from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
 from pagedkv.plugin.scheduler.draft import StepDraft
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter

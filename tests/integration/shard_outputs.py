@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from pagedkv.adapters.transformers.contiguous_backend import ContiguousBackend
 from pagedkv.adapters.transformers.paged_model import TransformersModel
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import ResolvedConfig, parse_config, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.conformance.shards import run_shards
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import Backend, WarmupLimits
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 NUM_PROMPTS = 40
 NUM_NEW_TOKENS = 16

@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 
 from pagedkv.integration.bench.grpc_step import StepCost, find_missed_bars, measure
-from pagedkv.plugin.config import parse_config, resolve_model_settings
+from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.registry import MODELS, find_plugin
+from pagedkv.plugin.resolved_config import resolve_model_settings
 
 
 def test_text_is_part_of_the_server_s_time_and_that_of_the_round_trip(demo_model: Path) -> None:

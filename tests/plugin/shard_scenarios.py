@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import load_config, resolve_config
+from pagedkv.plugin.config import load_config
 from pagedkv.plugin.conformance.shards import run_shards
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.distributed import ShardGroup
@@ -25,6 +25,7 @@ from pagedkv.plugin.errors import CapacityError
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.registry import KERNELS, find_plugin
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.resolved_config import resolve_config
 
 
 class FailingModel(TokenModel):

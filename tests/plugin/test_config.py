@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedkv.plugin.config import (
-    Config,
-    MemoryBlocks,
-    MemoryBytes,
-    MemoryFraction,
-    list_config_keys,
-    load_config,
-    parse_config,
-    resolve_config,
-)
+from pagedkv.plugin.config import Config, list_config_keys, load_config, parse_config
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
+from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBytes, MemoryFraction, resolve_config
 
 MODEL = ModelSpec(
     architecture="Toy",

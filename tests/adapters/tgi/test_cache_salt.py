@@ -11,10 +11,11 @@ import torch
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import load_config, parse_config, resolve_config
+from pagedkv.plugin.config import load_config, parse_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.resolved_config import resolve_config
 
 KEY = "x-tenant"
 PROMPT = "A prompt of more than one block, so that its beginning can be found again."

@@ -13,10 +13,11 @@ from transformers.utils import logging as transformers_logging
 
 from pagedkv.adapters.transformers.paged_model import TransformersModel
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata
-from pagedkv.plugin.config import Config, ResolvedConfig, parse_config, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import Config, parse_config
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.kv_dtypes import FP32
 from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 VOCAB_SIZE = 96
 BLOCK_SIZE = 8

@@ -17,7 +17,6 @@ from pagedkv.adapters.transformers.contiguous_backend import ContiguousBackend
 from pagedkv.adapters.transformers.contiguous_batch import PaddedInput
 from pagedkv.adapters.transformers.contiguous_cache import ReservedCache
 from pagedkv.adapters.transformers.contiguous_warmup import find_largest_batch, run_full_decode
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.errors import (
     CapacityError,
     DuplicateRequestError,
@@ -29,6 +28,7 @@ from pagedkv.plugin.errors import (
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.registry import BACKENDS, find_plugin
 from pagedkv.plugin.requests import FinishReason, Request, RequestId, SamplingParams, StepOutput
+from pagedkv.plugin.resolved_config import ResolvedConfig
 
 NAMES = ["llama", "gpt2", "mistral"]
 LIMITS = WarmupLimits(max_input_tokens=60, max_total_tokens=100, max_prefill_tokens=400)

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from pagedkv.adapters.transformers.paged_model import TransformersModel
-from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
+from pagedkv.plugin.resolved_config import ModelSettings
 
 TinyModel = Callable[[str], Path]
 

@@ -14,10 +14,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from pagedkv.adapters.transformers.paged_model import TransformersModel
-from pagedkv.plugin.config import ResolvedConfig
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.registry import MODELS, find_plugin
+from pagedkv.plugin.resolved_config import ResolvedConfig
 
 CPU = torch.device("cpu")
 SERVED = [

@@ -10,9 +10,10 @@ import transformers
 from pagedkv.adapters.transformers.checkpoint import build_meta_model, load_model_config
 from pagedkv.adapters.transformers.description import describe_checkpoint
 from pagedkv.adapters.transformers.sharding import check_split, keep_shared_head, plan_split
-from pagedkv.plugin.config import parse_config, resolve_model_settings
+from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.resolved_config import resolve_model_settings
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 
 from pagedkv.adapters.transformers.paged_model import TransformersModel
 from pagedkv.adapters.transformers.tokenizer import TransformersTokenizer
-from pagedkv.plugin.config import ModelSettings
 from pagedkv.plugin.errors import ConfigError, RequestError
 from pagedkv.plugin.interface import Tokenizer
+from pagedkv.plugin.resolved_config import ModelSettings
 
 
 def settings_of(path: Path) -> ModelSettings:

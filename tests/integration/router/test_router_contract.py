@@ -21,10 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import ServerSection, load_config, resolve_config, resolve_model_settings
+from pagedkv.plugin.config import ServerSection, load_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import Backend
 from pagedkv.plugin.registry import BACKENDS, KERNELS, MODELS, find_plugin
+from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.stats import BackendStats
 
 VOCAB_SIZE = 97

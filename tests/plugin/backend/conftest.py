@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from pagedkv.plugin.backend.paged import PagedBackend
-from pagedkv.plugin.config import load_config, resolve_config
+from pagedkv.plugin.config import load_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.resolved_config import resolve_config
 
 MakeBackend = Callable[..., PagedBackend]
 

@@ -17,8 +17,8 @@ from pagedkv.plugin.cache.budget import (
     read_host_memory,
     size_pool,
 )
-from pagedkv.plugin.config import MemoryBlocks, MemoryBudget, MemoryBytes, MemoryFraction
 from pagedkv.plugin.errors import CapacityError, ConfigError
+from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBudget, MemoryBytes, MemoryFraction
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -29,7 +29,7 @@ import sys
 import torch
 from torch import distributed
 from pagedkv.plugin.cache.budget import size_pool
-from pagedkv.plugin.config import MemoryBlocks
+from pagedkv.plugin.resolved_config import MemoryBlocks
 from pagedkv.plugin.errors import CapacityError
 
 rank, store = int(sys.argv[1]), sys.argv[2]

@@ -1,0 +1,200 @@
+"""The configuration as resolved: every "auto" answered, nothing left out. Made from the written one and the model.
+
+Two types, so that a type checker proves that nothing unresolved is left where the engine reads its settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagedkv.plugin.config import AUTO, CacheSection, Config, GraphsSection, LimitsSection
+from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, find_static_variant
+from pagedkv.plugin.model_spec import ModelSpec
+
+DEFAULT_GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    path: str
+    adapter: str
+    revision: str
+    """Empty is the default revision."""
+    trust_remote_code: bool
+    allow_pickle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFraction:
+    """Pool budget: what a share of the device leaves beside weights and activations."""
+
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """Pool budget in bytes."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBlocks:
+    """Pool budget in blocks."""
+
+    num_blocks: int
+
+
+MemoryBudget = MemoryFraction | MemoryBytes | MemoryBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    manager: str
+    block_size: int
+    kv_dtype: KVDtype
+    has_prefix_cache: bool
+    budget: MemoryBudget
+    overcommit: float
+    kv_scales: str = ""
+    """File of static scales; empty where there is none, or the checkpoint brings them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    name: str
+    max_step_tokens: int
+    max_num_sequences: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The configuration with every question answered. Made by `resolve_config` alone."""
+
+    backend: str
+    model: ModelSettings
+    dtype: torch.dtype
+    device: torch.device
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    kernels: str
+    """A plugin's name; the plugin `auto` picks by device when it is made."""
+    graph_batch_sizes: tuple[int, ...]
+    """Ascending; empty is off."""
+    max_input_tokens: int
+    max_total_tokens: int
+
+
+def resolve_model_settings(config: Config) -> ModelSettings:
+    """What is needed to describe the model. Raises ConfigError where no model is named."""
+    section = config.model
+    if not section.path:
+        raise ConfigError("no model is named: give its directory (model.path)")
+    return ModelSettings(
+        section.path, section.adapter, section.revision, section.trust_remote_code, section.allow_pickle
+    )
+
+
+def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
+    """Answers every "auto" from the model and the machine.
+
+    Raises:
+        ConfigError: a device that is not here, limits beyond the model's positions or in contradiction, scales from
+            a file for a KV dtype that takes none.
+    """
+    device = _resolve_device(config.model.device)
+    dtype = _resolve_dtype(config.model.dtype, model.dtype, device)
+    max_total_tokens, max_input_tokens = _resolve_limits(config.limits, model)
+    return ResolvedConfig(
+        backend=config.backend,
+        model=resolve_model_settings(config),
+        dtype=dtype,
+        device=device,
+        cache=_resolve_cache(config.cache, dtype, model),
+        scheduler=SchedulerSettings(
+            config.scheduler.name,
+            config.scheduler.max_step_tokens,
+            config.scheduler.max_num_sequences,
+            config.cache.block_size,
+        ),
+        kernels=config.kernels.name,
+        graph_batch_sizes=_resolve_graphs(config.graphs, config.scheduler.max_num_sequences, device),
+        max_input_tokens=max_input_tokens,
+        max_total_tokens=max_total_tokens,
+    )
+
+
+def _resolve_limits(limits: LimitsSection, model: ModelSpec) -> tuple[int, int]:
+    max_positions = model.max_position_tokens
+    max_total = max_positions if limits.max_total_tokens == AUTO else limits.max_total_tokens
+    if max_total > max_positions:
+        raise ConfigError(f"limits.max_total_tokens is {max_total}; the model was made for {max_positions} tokens")
+    max_input = max_total - 1 if limits.max_input_tokens == AUTO else limits.max_input_tokens
+    if max_input >= max_total:
+        raise ConfigError(
+            f"limits.max_input_tokens ({max_input}) must be below limits.max_total_tokens ({max_total}), "
+            "which also counts the output"
+        )
+    return max_total, max_input
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device: {error}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here")
+    return device
+
+
+def _resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if name != AUTO:
+        return TORCH_DTYPES[name]
+    # Without 16-bit instructions torch widens every operand of a product: slower than float32, and less exact.
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return checkpoint
+
+
+def _resolve_graphs(section: GraphsSection, max_num_sequences: int, device: torch.device) -> tuple[int, ...]:
+    if device.type != "cuda":
+        return ()
+    sizes = DEFAULT_GRAPH_BATCH_SIZES if section.batch_sizes == AUTO else section.batch_sizes
+    return tuple(sorted({size for size in sizes if size <= max_num_sequences}))
+
+
+def _resolve_cache(section: CacheSection, dtype: torch.dtype, model: ModelSpec) -> CacheSettings:
+    budget: MemoryBudget = MemoryFraction(section.memory_fraction)
+    if section.num_blocks != AUTO:
+        budget = MemoryBlocks(section.num_blocks)
+    elif section.memory != AUTO:
+        budget = MemoryBytes(int(section.memory))
+    return CacheSettings(
+        section.manager,
+        section.block_size,
+        _resolve_kv_dtype(section, dtype, model),
+        section.prefix_caching,
+        budget,
+        section.overcommit,
+        section.kv_scales,
+    )
+
+
+def _resolve_kv_dtype(section: CacheSection, dtype: torch.dtype, model: ModelSpec) -> KVDtype:
+    kv_dtype = KV_DTYPE_OF_TORCH[dtype] if section.kv_dtype == AUTO else find_kv_dtype(section.kv_dtype)
+    if section.kv_scales or kv_dtype.name == model.kv_scales_dtype:
+        return find_static_variant(kv_dtype)
+    return kv_dtype
