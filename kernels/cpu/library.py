@@ -11,7 +11,14 @@ from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import ScaleGranularity
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+DTYPE_CODES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 5,
+}
 """As in csrc/simd.h."""
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float

@@ -1,11 +1,12 @@
 """The `cpu` kernels: C with vectors, compiled for the machine, reading keys and values in place in their blocks.
 
 Within a block a head's keys lie channel by channel and its values token by token, so that the lanes of a vector are
-tokens in the one product and channels in the other, and no sum crosses lanes. bf16 lies in pairs along the direction
-of the sum: two steps widen to floats by a shift and a mask, and AVX-512-BF16 multiplies pairs as they are.
+tokens in the one product and channels in the other, and no sum crosses lanes. bf16 and int8 lie in pairs along the
+direction of the sum: two steps of bf16 widen to floats by a shift and a mask, and processors have instructions that
+multiply and add pairs of bf16 (AVX-512-BF16) and of 16-bit integers (all of x86).
 
-    k: [num_blocks, num_kv_heads, head_dim, block_size]      bf16: [..., head_dim / 2, block_size, 2]
-    v: [num_blocks, num_kv_heads, block_size, v_head_dim]    bf16: [..., block_size / 2, v_head_dim, 2]
+    k: [num_blocks, num_kv_heads, head_dim, block_size]      pairs: [..., head_dim / 2, block_size, 2]
+    v: [num_blocks, num_kv_heads, block_size, v_head_dim]    pairs: [..., block_size / 2, v_head_dim, 2]
     k_scale, v_scale: [num_blocks, num_kv_heads, block_size], where a KV dtype has a scale per token and head
 
 Scales of tokens multiply vectors of scores and of weights, so that elements are widened and nothing else on their way.
@@ -23,7 +24,7 @@ from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, find_stat
 from pagedkv.kernels.cpu.memory import allocate_zeros
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import KVStorage
-from pagedkv.plugin.kv_dtypes import BF16, KV_DTYPE_OF_TORCH, KVCacheSpec, KVDtype, ScaleGranularity
+from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, KVDtype, ScaleGranularity
 from pagedkv.plugin.model_spec import AttentionSpec
 from pagedkv.plugin.step_plan import BlockCopy
 
@@ -72,7 +73,7 @@ class CpuKernels:
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
         size, dim, v_dim = cache_spec.block_size, cache_spec.head_dim, cache_spec.v_head_dim
         shapes: dict[str, tuple[int, ...]]
-        if cache_spec.kv_dtype is BF16:
+        if _is_paired(cache_spec.kv_dtype):
             shapes = {"k": (dim // 2, size, 2), "v": (size // 2, v_dim, 2)}
         else:
             shapes = {"k": (dim, size), "v": (size, v_dim)}
@@ -104,20 +105,21 @@ class CpuKernels:
         sources = torch.tensor([copy.source for copy in copies])
         targets = torch.tensor([copy.target for copy in copies])
         for name, tensor in source.tensors.items():
-            target.tensors[name].index_copy_(0, targets, tensor[sources])
+            _bytes_of(target.tensors[name]).index_copy_(0, targets, _bytes_of(tensor)[sources])
 
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         spec = storage.spec
         blocks, offsets = slots // spec.block_size, slots % spec.block_size
-        k, v = storage.tensors["k"], storage.tensors["v"]
-        if spec.kv_dtype is BF16:
+        k, v = (_bytes_of(storage.tensors[name]) for name in ("k", "v"))
+        if _is_paired(spec.kv_dtype):
             keys = k[blocks, :, :, offsets].flatten(2)
             values = v[blocks, :, offsets // 2, :, offsets % 2]
         else:
             keys = k[blocks, :, :, offsets]
             values = v[blocks, :, offsets]
         k_scales, v_scales = (_read_scales(storage, name, blocks, offsets) for name in ("k", "v"))
-        return keys.float() * k_scales, values.float() * v_scales
+        keys, values = (elements.view(spec.kv_dtype.storage).float() for elements in (keys, values))
+        return keys * k_scales, values * v_scales
 
     @property
     def _library(self) -> AttentionLibrary:
@@ -144,6 +146,15 @@ def _is_supported(kv_dtype: KVDtype) -> bool:
         and kv_dtype.scale_dtype == torch.float32
         and kv_dtype.zero_dtype is None
     )
+
+
+def _is_paired(kv_dtype: KVDtype) -> bool:
+    return kv_dtype.storage in (torch.bfloat16, torch.int8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements of 8 bits as bytes: torch does not index those of floats everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _granularities(kv_dtype: KVDtype) -> dict[str, ScaleGranularity]:

@@ -18,6 +18,7 @@ enum {
     MAX_DIRECT_ROWS = 12,      // above it, widening a tile to floats first pays
     DIRECT_TILE_TOKENS = 128,  // read from the blocks in place
     PACKED_TILE_TOKENS = 64,   // copied to scratch as floats; half of the L1 cache at 64 channels
+    MAX_INTEGER_DEPTH = 512,
     FEW_ROWS = 32,
     SPLIT_TOKENS_FEW_ROWS = 512,    // context of an item of few rows; a multiple of every block size
     SPLIT_TOKENS_MANY_ROWS = 4096,  // enough rows that merging partial results is cheap
@@ -59,7 +60,7 @@ typedef struct {
 } Plan;
 
 typedef struct {
-    float *q, *scores, *sums, *max, *total, *packed_k, *packed_v, *k_scales, *v_scales;
+    float *q, *scores, *sums, *max, *total, *packed_k, *packed_v, *k_scales, *v_scales, *q_scales, *weight_scales;
     uint16_t *q_pairs, *weight_pairs;
 } Scratch;
 
@@ -70,11 +71,22 @@ INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 INLINE int64_t group_size(const AttendArgs *args) { return args->num_heads / args->num_kv_heads; }
 INLINE int64_t max_rows(const AttendArgs *args) { return max64(MAX_ITEM_ROWS, group_size(args)); }
 
-INLINE int b_format(const AttendArgs *args) {
+// The format of keys and values that are read in place.
+INLINE int direct_format(const AttendArgs *args) {
     if (args->kv_dtype == FP32) return B_FP32;
     if (args->kv_dtype == FP16) return B_FP16;
-    if (args->kv_dtype == INT8) return B_INT8;
+    if (args->kv_dtype == E4M3) return B_E4M3;
+    if (args->kv_dtype == E5M2) return B_E5M2;
+    // 16-bit integers hold more of a query or weight than halves do, and less than floats.
+    int allows_integers = args->q_dtype != FP32 && args->head_dim <= MAX_INTEGER_DEPTH;
+    if (args->kv_dtype == INT8) return allows_integers ? B_INT8_DOT : B_INT8_PAIRS;
     return HAS_BF16_DOT && args->q_dtype == BF16 ? B_BF16_DOT : B_BF16_PAIRS;
+}
+
+// The format of keys and values that are copied to scratch as floats.
+INLINE int packing_format(const AttendArgs *args) {
+    int format = direct_format(args);
+    return format == B_BF16_DOT ? B_BF16_PAIRS : format == B_INT8_DOT ? B_INT8_PAIRS : format;
 }
 
 // ---------------------------------------------------------------------------------------------------------- planning
@@ -138,7 +150,7 @@ INLINE const char *b_columns(int format, const char *b, int64_t offset) { return
 
 // Steps from `offset` on; even where steps lie in pairs.
 INLINE const char *b_steps(int format, const char *b, int64_t offset, int64_t ldb) {
-    return b + offset * ldb * column_bytes(format) / (is_paired(format) ? 2 : 1);
+    return b + offset * ldb * column_bytes(format) / steps_per_line(format);
 }
 
 // Widens B[depth, columns] to floats; columns are a multiple of LANES, depth is that of whole pairs where there are pairs.
@@ -153,52 +165,56 @@ INLINE void widen(const int format, const char *b, int64_t ldb, int64_t depth, i
     }
 }
 
-INLINE void widen_narrow(int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
+INLINE void widen_narrow(int dtype, int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
     for (int64_t k = 0; k < depth; k++) {
         for (int64_t column = 0; column < columns; column++) {
-            int dtype = format == B_FP32 ? FP32 : format == B_FP16 ? FP16 : format == B_INT8 ? INT8 : BF16;
-            int64_t index = format == B_BF16_PAIRS ? (k / 2 * ldb + column) * 2 + k % 2 : k * ldb + column;
+            int64_t index = is_paired(format) ? (k / 2 * ldb + column) * 2 + k % 2 : k * ldb + column;
             out[k * ldo + column] = get_element(dtype, b, index);
         }
     }
 }
 
-static void widen_any(int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
-    if (columns % LANES) widen_narrow(format, b, ldb, depth, columns, out, ldo);
+static void widen_any(int dtype, int format, const char *b, int64_t ldb, int64_t depth, int64_t columns, float *out, int64_t ldo) {
+    if (columns % LANES) widen_narrow(dtype, format, b, ldb, depth, columns, out, ldo);
     else if (format == B_FP32) widen(B_FP32, b, ldb, depth, columns, out, ldo);
     else if (format == B_FP16) widen(B_FP16, b, ldb, depth, columns, out, ldo);
-    else if (format == B_INT8) widen(B_INT8, b, ldb, depth, columns, out, ldo);
+    else if (format == B_E4M3) widen(B_E4M3, b, ldb, depth, columns, out, ldo);
+    else if (format == B_E5M2) widen(B_E5M2, b, ldb, depth, columns, out, ldo);
+    else if (format == B_INT8_PAIRS) widen(B_INT8_PAIRS, b, ldb, depth, columns, out, ldo);
     else widen(B_BF16_PAIRS, b, ldb, depth, columns, out, ldo);
 }
 
 // Copies a tile's keys to [head_dim, PACKED_TILE_TOKENS] and values to [PACKED_TILE_TOKENS, v_head_dim] as floats.
 static void pack_tile(const AttendArgs *args, const Group *group, int64_t start, int64_t end, Scratch *scratch) {
-    int format = b_format(args) == B_BF16_DOT ? B_BF16_PAIRS : b_format(args);
+    int format = packing_format(args);
     int64_t size = args->block_size, dim = args->head_dim, v_dim = args->v_head_dim;
     for (int64_t token = start; token < end;) {
         int64_t offset = token % size, count = min64(size - offset, PACKED_TILE_TOKENS), place = token - start;
         const char *k = head_block(args, args->k, dim, group, token);
-        widen_any(format, b_columns(format, k, offset), size, dim, count, scratch->packed_k + place, PACKED_TILE_TOKENS);
+        widen_any(args->kv_dtype, format, b_columns(format, k, offset), size, dim, count, scratch->packed_k + place,
+                  PACKED_TILE_TOKENS);
         const char *v = head_block(args, args->v, v_dim, group, token);
-        widen_any(format, b_steps(format, v, offset, v_dim), v_dim, round_up(min64(count, end - token), 2), v_dim,
-                  scratch->packed_v + place * v_dim, v_dim);
+        widen_any(args->kv_dtype, format, b_steps(format, v, offset, v_dim), v_dim,
+                  round_up(min64(count, end - token), 2), v_dim, scratch->packed_v + place * v_dim, v_dim);
         token += count;
     }
 }
 
-// Copies the scales of a tile's tokens. Those of the tokens from `next` on, up to `limit`, are asked for.
+// Copies the scales of a tile's tokens, of elements as their format gives them. Those of the tokens from `next` on, up to `limit`, are asked for.
 static void gather_scales(const AttendArgs *args, const Group *group, Scales scales, int64_t start, int64_t end,
                           int64_t limit, float *out) {
+    float unit = args->kv_dtype == E4M3 ? 256.0f : 1.0f;
     int64_t size = args->block_size;
     for (int64_t token = start; token < end;) {
         int64_t offset = token % size, count = min64(size - offset, end - token), next = token + DIRECT_TILE_TOKENS;
         const float *head = scales.data + group->head * scales.head_stride;
         const float *first = head + block_of(args, group, token) * scales.block_stride + offset * scales.token_stride;
         if (next < limit) __builtin_prefetch(head + block_of(args, group, next) * scales.block_stride);
-        if (scales.token_stride) memcpy(out + (token - start), first, count * sizeof(float));
-        else for (int64_t i = 0; i < count; i++) out[token - start + i] = *first;
+        for (int64_t i = 0; i < count; i++) out[token - start + i] = first[i * scales.token_stride] * unit;
         token += count;
     }
+    // Zeros fill the last vector up, so that no weight is made of what lies there.
+    memset(out + (end - start), 0, (round_up(end - start, LANES) - (end - start)) * sizeof(float));
 }
 
 // ---------------------------------------------------------------------------------------------------------- the tiles
@@ -222,15 +238,16 @@ INLINE int64_t prefetch_tokens(const AttendArgs *args) { return max64(32, args->
 // Scores of rows [first_row, rows) with the tokens [start, end): dot products, not scaled yet.
 static void multiply_keys(const Work *work, int64_t first_row, int64_t start, int64_t end, int64_t limit) {
     const AttendArgs *args = work->args;
-    int format = work->is_direct ? b_format(args) : B_PACKED;
+    int format = work->is_direct ? direct_format(args) : B_PACKED;
     int64_t size = args->block_size, dim = args->head_dim, tile = work->tile_tokens;
-    const char *q = format == B_BF16_DOT ? (const char *)work->scratch->q_pairs : (const char *)work->scratch->q;
-    int64_t lda = format == B_BF16_DOT ? dim / 2 : dim;
+    const char *q = is_dot(format) ? (const char *)work->scratch->q_pairs : (const char *)work->scratch->q;
+    const float *q_scales = work->scratch->q_scales + first_row;
+    int64_t lda = is_dot(format) ? dim / 2 : dim;
     q += first_row * lda * 4;
     float *scores = work->scratch->scores + first_row * tile;
     if (!work->is_direct) {
-        multiply(format, work->rows - first_row, round_up(end - start, LANES), dim, q, lda, work->scratch->packed_k, tile,
-                 0, scores, tile, 0);
+        multiply(format, work->rows - first_row, round_up(end - start, LANES), dim, q, lda, q_scales,
+                 work->scratch->packed_k, tile, 0, scores, tile, 0);
         return;
     }
     for (int64_t token = start; token < end;) {
@@ -238,7 +255,7 @@ static void multiply_keys(const Work *work, int64_t first_row, int64_t start, in
         const char *k = b_columns(format, head_block(args, args->k, dim, work->group, token), offset);
         int64_t ahead = 0, next = token + prefetch_tokens(args);
         if (next < limit) ahead = b_columns(format, head_block(args, args->k, dim, work->group, next), next % size) - k;
-        multiply(format, work->rows - first_row, round_up(count, LANES), dim, q, lda, k, size, ahead,
+        multiply(format, work->rows - first_row, round_up(count, LANES), dim, q, lda, q_scales, k, size, ahead,
                  scores + (token - start), tile, 0);
         token += count;
     }
@@ -247,16 +264,16 @@ static void multiply_keys(const Work *work, int64_t first_row, int64_t start, in
 // Adds weights × values of the tokens [start, end) to the sums of rows [first_row, rows).
 static void multiply_values(const Work *work, int64_t first_row, int64_t start, int64_t end, int64_t limit) {
     const AttendArgs *args = work->args;
-    int format = work->is_direct ? b_format(args) : B_PACKED;
+    int format = work->is_direct ? direct_format(args) : B_PACKED;
     int64_t size = args->block_size, dim = args->v_head_dim, tile = work->tile_tokens;
-    int is_dot = format == B_BF16_DOT;
-    const char *weights = is_dot ? (const char *)work->scratch->weight_pairs : (const char *)work->scratch->scores;
-    int64_t lda = is_dot ? tile / 2 : tile;
+    const char *weights = is_dot(format) ? (const char *)work->scratch->weight_pairs : (const char *)work->scratch->scores;
+    const float *weight_scales = work->scratch->weight_scales + first_row;
+    int64_t lda = is_dot(format) ? tile / 2 : tile;
     weights += first_row * lda * 4;
     float *sums = work->scratch->sums + first_row * dim;
     if (!work->is_direct) {
-        multiply(format, work->rows - first_row, dim, end - start, weights, lda, work->scratch->packed_v, dim, 0, sums,
-                 dim, 1);
+        multiply(format, work->rows - first_row, dim, end - start, weights, lda, weight_scales, work->scratch->packed_v,
+                 dim, 0, sums, dim, 1);
         return;
     }
     for (int64_t token = start; token < end;) {
@@ -264,8 +281,8 @@ static void multiply_values(const Work *work, int64_t first_row, int64_t start, 
         const char *v = b_steps(format, head_block(args, args->v, dim, work->group, token), offset, dim);
         int64_t ahead = 0, next = token + prefetch_tokens(args);
         if (next < limit) ahead = b_steps(format, head_block(args, args->v, dim, work->group, next), next % size, dim) - v;
-        multiply(format, work->rows - first_row, dim, count, weights + (token - start) * (is_dot ? 2 : 4), lda, v, dim, ahead,
-                 sums, dim, 1);
+        multiply(format, work->rows - first_row, dim, count, weights + (token - start) * (is_dot(format) ? 2 : 4), lda,
+                 weight_scales, v, dim, ahead, sums, dim, 1);
         token += count;
     }
 }
@@ -303,7 +320,7 @@ INLINE float finish_scores(const Work *work, int64_t row, int64_t start, int64_t
 static void soften(const Work *work, int64_t first_row, int64_t start, int64_t count) {
     Scratch *scratch = work->scratch;
     int64_t dim = work->args->v_head_dim, padded = round_up(count, LANES);
-    int is_dot = work->is_direct && b_format(work->args) == B_BF16_DOT;
+    int format = work->is_direct ? direct_format(work->args) : B_PACKED;
     const float *v_scales = work->args->v_scales.data ? scratch->v_scales : NULL;
     for (int64_t row = first_row; row < work->rows; row++) {
         float *scores = scratch->scores + row * work->tile_tokens;
@@ -322,8 +339,9 @@ static void soften(const Work *work, int64_t first_row, int64_t start, int64_t c
             put(scores + i, v_scales ? weight * load(v_scales + i) : weight);
         }
         scratch->total[row] += sum_lanes(total);
-        if (is_dot) {
-            uint16_t *pairs = scratch->weight_pairs + row * work->tile_tokens;
+        uint16_t *pairs = scratch->weight_pairs + row * work->tile_tokens;
+        if (format == B_INT8_DOT) scratch->weight_scales[row] = quantize_to_shorts(scores, padded, pairs);
+        if (format == B_BF16_DOT) {
             for (int64_t i = 0; i < padded; i++) pairs[i] = float_to_bf16(scores[i]);
         }
     }
@@ -348,18 +366,21 @@ static void write_row(const AttendArgs *args, const Group *group, int64_t row, f
 
 static void read_queries(const Work *work) {
     const AttendArgs *args = work->args;
+    int format = work->is_direct ? direct_format(args) : B_PACKED;
     int64_t dim = args->head_dim, size = group_size(args);
     for (int64_t row = 0; row < work->rows; row++) {
         int64_t token = work->group->first_query + row / size, head = work->group->head * size + row % size;
         int64_t first = token * args->q_token_stride + head * args->q_head_stride;
         for (int64_t i = 0; i < dim; i++) work->scratch->q[row * dim + i] = get_element(args->q_dtype, args->q, first + i);
-        if (b_format(args) == B_BF16_DOT) memcpy(work->scratch->q_pairs + row * dim, (const uint16_t *)args->q + first, dim * 2);
+        uint16_t *pairs = work->scratch->q_pairs + row * dim;
+        if (format == B_BF16_DOT) memcpy(pairs, (const uint16_t *)args->q + first, dim * 2);
+        if (format == B_INT8_DOT) work->scratch->q_scales[row] = quantize_to_shorts(work->scratch->q + row * dim, dim, pairs);
     }
 }
 
 static void run_item(const AttendArgs *args, const Group *group, const Item *item, float *partials, Scratch *scratch) {
     int64_t rows = group->num_queries * group_size(args), dim = args->v_head_dim;
-    int is_direct = (rows <= MAX_DIRECT_ROWS || b_format(args) == B_BF16_DOT) && args->block_size % LANES == 0;
+    int is_direct = (rows <= MAX_DIRECT_ROWS || direct_format(args) == B_BF16_DOT) && args->block_size % LANES == 0;
     Work work = {args, group, scratch, rows, is_direct, is_direct ? DIRECT_TILE_TOKENS : PACKED_TILE_TOKENS};
     read_queries(&work);
     memset(scratch->sums, 0, rows * dim * sizeof(float));
@@ -436,6 +457,8 @@ static Scratch take_scratch(const AttendArgs *args, char **place) {
         .packed_v = take(place, args->v_head_dim * PACKED_TILE_TOKENS * 4),
         .k_scales = take(place, DIRECT_TILE_TOKENS * 4),
         .v_scales = take(place, DIRECT_TILE_TOKENS * 4),
+        .q_scales = take(place, rows * 4),
+        .weight_scales = take(place, rows * 4),
         .q_pairs = take(place, rows * args->head_dim * 2),
         .weight_pairs = take(place, tile * 2),
     };

@@ -25,17 +25,19 @@ typedef float vfloat __attribute__((vector_size(4 * LANES)));
 typedef int32_t vint __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
-typedef int16_t vshort __attribute__((vector_size(2 * LANES)));
-typedef int8_t vbyte __attribute__((vector_size(LANES)));
+typedef int16_t vshort_pairs __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vbyte __attribute__((vector_size(LANES)));
+typedef int8_t vbyte_pairs __attribute__((vector_size(2 * LANES)));
 
 // The same, at any address.
 typedef vfloat vfloat_any __attribute__((aligned(4), may_alias));
 typedef vuint vuint_any __attribute__((aligned(4), may_alias));
 typedef vhalf vhalf_any __attribute__((aligned(2), may_alias));
 typedef vbyte vbyte_any __attribute__((aligned(1), may_alias));
+typedef vbyte_pairs vbyte_pairs_any __attribute__((aligned(1), may_alias));
 
 // How elements are stored; the numbers are those of kernels/cpu/library.py.
-enum { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
+enum { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, E4M3 = 4, E5M2 = 5 };
 
 // Subtracting zero changes no float, so that no instruction is left of it; adding it would turn -0 into 0.
 INLINE vfloat splat(float x) { return x - (vfloat){}; }
@@ -106,13 +108,45 @@ INLINE vfloat halves_to_floats(vhalf halves) {
 
 INLINE vfloat half_to_float(const uint16_t *p) { return halves_to_floats(*(const vhalf_any *)p); }
 
-INLINE vfloat int8_to_float(const int8_t *p) {
-#if defined(__AVX512F__) && LANES == 16
-    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+// Bytes to the upper bytes of halves.
+INLINE vhalf bytes_to_halves(const uint8_t *p) {
+#if defined(__AVX2__) && LANES == 16
+    return (vhalf)_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)), 8);
 #elif defined(__AVX2__) && LANES == 8
-    return (vfloat)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    return (vhalf)_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p)), 8);
 #else
-    return __builtin_convertvector(*(const vbyte_any *)p, vfloat);
+    return __builtin_convertvector(*(const vbyte_any *)p, vhalf) << 8;
+#endif
+}
+
+// 2^-8 times the numbers, which are halves then; NaN stays.
+INLINE vfloat e4m3_to_float(const uint8_t *p) {
+    vhalf bits = bytes_to_halves(p), magnitude = (bits & 0x7fff) >> 1;
+    vhalf is_nan = (vhalf)(magnitude == 0x3f80);
+    return halves_to_floats((bits & 0x8000) | magnitude | (is_nan & 0x7e00));
+}
+
+INLINE vfloat e5m2_to_float(const uint8_t *p) { return halves_to_floats(bytes_to_halves(p)); }
+
+// Pairs of bytes to pairs of 16-bit integers, each pair in a lane.
+INLINE vuint widen_bytes(const int8_t *p) {
+#if defined(__AVX512BW__) && LANES == 16
+    return (vuint)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__) && LANES == 8
+    return (vuint)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+#else
+    return (vuint)__builtin_convertvector(*(const vbyte_pairs_any *)p, vshort_pairs);
+#endif
+}
+
+// a[0] * b[0] + a[1] * b[1] of pairs of 16-bit integers.
+INLINE vint dot_shorts(vint a, vint b) {
+#if defined(__AVX512BW__) && LANES == 16
+    return (vint)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && LANES == 8
+    return (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
 
@@ -151,10 +185,15 @@ INLINE float half_bits_to_float(uint16_t half) {
     return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p112f));
 }
 
-// Element i of an array of a dtype.
+// Element i of an array of a dtype; 2^-8 times that of E4M3, as e4m3_to_float has it.
 INLINE float get_element(int dtype, const void *p, int64_t i) {
     if (dtype == FP32) return ((const float *)p)[i];
     if (dtype == INT8) return ((const int8_t *)p)[i];
+    if (dtype == E5M2) return half_bits_to_float((uint16_t)(((const uint8_t *)p)[i] << 8));
+    if (dtype == E4M3) {
+        uint16_t byte = ((const uint8_t *)p)[i], magnitude = byte & 0x7f;
+        return half_bits_to_float((uint16_t)((byte & 0x80) << 8 | (magnitude == 0x7f ? 0x7e00 : magnitude << 7)));
+    }
     uint16_t bits = ((const uint16_t *)p)[i];
     return dtype == BF16 ? bits_to_float((uint32_t)bits << 16) : half_bits_to_float(bits);
 }

@@ -18,11 +18,13 @@ typedef struct {
     int32_t dtype, kv_dtype, num_threads;
 } StoreArgs;
 
-// Keys lie channel by channel, [dim, block_size]; bf16 in pairs of channels, [dim / 2, block_size, 2].
-// Values lie token by token, [block_size, dim]; bf16 in pairs of tokens, [block_size / 2, dim, 2].
+INLINE int is_paired_dtype(int kv_dtype) { return kv_dtype == BF16 || kv_dtype == INT8; }
+
+// Keys lie channel by channel, [dim, block_size]; bf16 and int8 in pairs of channels, [dim / 2, block_size, 2].
+// Values lie token by token, [block_size, dim]; bf16 and int8 in pairs of tokens, [block_size / 2, dim, 2].
 INLINE int64_t element_index(int kv_dtype, int is_key, int64_t channel, int64_t offset, int64_t dim, int64_t block_size) {
     int64_t step = is_key ? channel : offset, column = is_key ? offset : channel, columns = is_key ? block_size : dim;
-    return kv_dtype == BF16 ? (step / 2 * columns + column) * 2 + step % 2 : step * columns + column;
+    return is_paired_dtype(kv_dtype) ? (step / 2 * columns + column) * 2 + step % 2 : step * columns + column;
 }
 
 // Equal 16-bit dtypes are moved as they are, so that every NaN stays what it is.
@@ -83,6 +85,8 @@ EXPORT void pagedkv_store(const StoreArgs *args) {
                 case BF16: store_as(args, BF16, token, head); break;
                 case FP16: store_as(args, FP16, token, head); break;
                 case INT8: store_as(args, INT8, token, head); break;
+                case E4M3: store_as(args, E4M3, token, head); break;
+                case E5M2: store_as(args, E5M2, token, head); break;
             }
         }
     }
