@@ -117,7 +117,7 @@ _DECODE_TILES = {
 }
 """By architecture and bits of an element. On NVIDIA, stages alternate between the block table and the keys and values
 that wait for its entries: 3 hold one tile in flight, 5 hold two."""
-_SINGLE_DECODE_TILES = (DecodeTiles(32, 4, 2, 16), DecodeTiles(32, 4, 2, 16), DecodeTiles(16, 4, 2, 16))
+_SINGLE_DECODE_TILES = (DecodeTiles(32, 4, 2, 16), DecodeTiles(32, 4, 2, 16), DecodeTiles(16, 8, 2, 16))
 
 
 def prefill_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> PrefillTiles:

@@ -161,7 +161,8 @@ def test_killing_one_shard_ends_the_other_and_the_command_within_seconds(split_s
     second.send_signal(signal.SIGKILL)
     code = split_server.process.wait(MAX_END_S)
     assert time.monotonic() - killed_s < MAX_END_S
-    assert code == 128 + signal.SIGKILL
+    # The command's own code is that of the shard whose end it saw first.
+    assert code in (128 + signal.SIGKILL, EXIT_SHARD_FAILED)
     log = split_server.log.read_text()
     assert "this shard ends: rank 1 has ended unexpectedly" in log
     assert f"rank 0 ended with code {EXIT_SHARD_FAILED}" in log

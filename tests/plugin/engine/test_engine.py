@@ -267,15 +267,15 @@ def test_prompts_of_another_namespace_do_not_hit(make_engine: MakeEngine) -> Non
             assert result.num_cached_tokens == num_cached_tokens
 
 
-def test_contiguous_wastes_most_of_its_reservation_and_paged_nearly_nothing(
-    make_engine: MakeEngine, prompts: list[list[int]]
-) -> None:
+def test_contiguous_wastes_most_of_its_reservation_and_paged_nearly_nothing(make_engine: MakeEngine) -> None:
     """Requests of mean length 200 under a limit of 2048 tokens."""
+    random_ = random.Random(0)
     params = SamplingParams(max_new_tokens=1000, ignore_eos=True)
     wasted = {}
     for backend in ("contiguous", "paged"):
         engine = make_engine(backend, cache__num_blocks=8192)
-        streams = [engine.stream([7] * length, params) for length in range(170, 230, 4)]
+        prompts = [[random_.randrange(17, 49152) for _ in range(length)] for length in range(170, 230, 4)]
+        streams = [engine.stream(prompt, params) for prompt in prompts]
         for stream in streams:
             next(stream)
         stats = engine.stats()
