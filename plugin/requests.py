@@ -100,6 +100,20 @@ class SamplingParams:
         return self.do_sample or self.temperature != 1.0 or self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
 
 
+WORST_SAMPLING = SamplingParams(
+    temperature=0.9,
+    top_k=10,
+    top_p=0.9,
+    typical_p=0.9,
+    seed=0,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    watermark=True,
+    top_n_tokens=20,
+)
+"""Every option that costs work or memory, for the largest step of a warm-up."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
     """What makes the KV of equal tokens differ. Blocks are shared within one namespace, never across."""

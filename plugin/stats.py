@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
+
+from pagedkv.plugin.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +99,22 @@ class BackendStats:
     def prefix_cache_hit_rate(self) -> float:
         """Hit tokens of queried tokens, 0..1."""
         return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a backend counts itself. They only grow, also over a second warm-up."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    saved_prefill_tokens: int = 0
+    steps: int = 0
+
+    def count_request(self, request: Request) -> None:
+        self.num_requests += 1
+        self.prompt_tokens += len(request.prompt_ids)
+
+    def count_step(self, outputs: Collection[object]) -> None:
+        self.steps += 1
+        self.generated_tokens += len(outputs)

@@ -25,12 +25,12 @@ from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
-from pagedkv.plugin.stats import BackendStats
+from pagedkv.plugin.stats import BackendStats, Counters
 
 from .contiguous_batch import ContiguousBatch, LiveRow, join_rows, split_rest
 from .contiguous_model import ContiguousModel
 from .contiguous_sizing import ContiguousLimits, compute_limits, resolve_lengths
-from .contiguous_stats import Counters, check_rows, make_stats
+from .contiguous_stats import check_rows, make_stats
 from .contiguous_warmup import find_largest_batch, measure_prefill, run_full_decode
 
 logger = logging.getLogger(__name__)

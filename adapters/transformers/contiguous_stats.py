@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from pagedkv.plugin.errors import IntegrityError
-from pagedkv.plugin.requests import Request, RequestId
-from pagedkv.plugin.stats import BackendStats
+from pagedkv.plugin.requests import RequestId
+from pagedkv.plugin.stats import BackendStats, Counters
 
 from .contiguous_batch import ContiguousBatch, LiveRow
 from .contiguous_sizing import ContiguousLimits
-
-
-@dataclass(slots=True)
-class Counters:
-    """Only grow, also over a second warm-up."""
-
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-
-    def count_request(self, request: Request) -> None:
-        self.num_requests += 1
-        self.prompt_tokens += len(request.prompt_ids)
-
-    def count_step(self, outputs: Collection[object]) -> None:
-        self.steps += 1
-        self.generated_tokens += len(outputs)
 
 
 def make_stats(

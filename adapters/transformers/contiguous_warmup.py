@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pagedkv.plugin.errors import CapacityError
-from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.requests import WORST_SAMPLING, Request, RequestId
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import Sampler
 
@@ -17,18 +17,6 @@ from .contiguous_model import ContiguousModel
 
 _HOST_STEP_TOKENS = 64
 """On a CPU the system backs activations from the memory that the budget leaves: a small step readies the kernels."""
-
-_WORST_SAMPLING = SamplingParams(
-    temperature=0.9,
-    top_k=10,
-    top_p=0.9,
-    typical_p=0.9,
-    seed=0,
-    repetition_penalty=1.2,
-    frequency_penalty=0.1,
-    watermark=True,
-    top_n_tokens=20,
-)
 
 
 def measure_prefill(
@@ -107,5 +95,5 @@ def _prefill(model: ContiguousModel, sampler: Sampler, num_rows: int, width: int
 
 
 def _make_batch(model: ContiguousModel, num_rows: int, token_ids: list[int], max_columns: int) -> ContiguousBatch:
-    rows = [LiveRow.create(Request(RequestId(index), token_ids, _WORST_SAMPLING), index) for index in range(num_rows)]
+    rows = [LiveRow.create(Request(RequestId(index), token_ids, WORST_SAMPLING), index) for index in range(num_rows)]
     return ContiguousBatch(rows, model.make_cache(max_columns), model.device)

@@ -15,7 +15,7 @@ from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.profile import measure_activation_bytes
 from pagedkv.plugin.backend.sequence import LiveSequence
-from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, Counters, make_stats
+from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, make_stats
 from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
 from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
@@ -35,7 +35,7 @@ from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS,
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.sampler import SampledToken
-from pagedkv.plugin.stats import BackendStats
+from pagedkv.plugin.stats import BackendStats, Counters
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
 
 if TYPE_CHECKING:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.sequence import LiveSequence
-from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.requests import WORST_SAMPLING, Request, RequestId
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
 
@@ -15,19 +17,7 @@ CPU_STEP_TOKENS = 64
 """On a CPU the operating system backs activations from what the pool leaves, so a small step that makes the kernels
 ready is enough; on a GPU the largest one is measured."""
 
-WORST_SAMPLING = SamplingParams(
-    max_new_tokens=1,
-    temperature=0.9,
-    top_k=10,
-    top_p=0.9,
-    typical_p=0.9,
-    seed=0,
-    repetition_penalty=1.2,
-    frequency_penalty=0.1,
-    watermark=True,
-    top_n_tokens=20,
-    prefill_logprobs=True,
-)
+PROFILED_SAMPLING = replace(WORST_SAMPLING, max_new_tokens=1, prefill_logprobs=True)
 
 
 def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
@@ -87,7 +77,7 @@ def make_profile_step(
     rows = []
     for index, (num_known_tokens, num_tokens) in enumerate(shapes):
         id_ = RequestId(index)
-        sequences[id_] = LiveSequence.create(Request(id_, [0] * num_known_tokens, WORST_SAMPLING), index)
+        sequences[id_] = LiveSequence.create(Request(id_, [0] * num_known_tokens, PROFILED_SAMPLING), index)
         block_table = range(-(-num_known_tokens // config.cache.block_size))
         rows.append(ScheduledSequence(id_, num_known_tokens - num_tokens, num_tokens, block_table, True, 0))
     return StepPlan(0, tuple(rows)), sequences

@@ -1,34 +1,11 @@
-"""What the paged backend itself counts, and its statistics from these, the cache's and the scheduler's."""
+"""The paged backend's statistics, from its own counters, the cache's and the scheduler's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
-from pagedkv.plugin.requests import Request
-from pagedkv.plugin.stats import BackendStats, CacheStats, SchedulerStats
+from pagedkv.plugin.stats import BackendStats, CacheStats, Counters, SchedulerStats
 
 NO_CACHE = CacheStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 NO_SCHEDULER = SchedulerStats(0, 0, 0, 0)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Only grow, also over a second warm-up."""
-
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    saved_prefill_tokens: int = 0
-    steps: int = 0
-
-    def count_request(self, request: Request) -> None:
-        self.num_requests += 1
-        self.prompt_tokens += len(request.prompt_ids)
-
-    def count_step(self, outputs: Collection[object]) -> None:
-        self.steps += 1
-        self.generated_tokens += len(outputs)
 
 
 def make_stats(
