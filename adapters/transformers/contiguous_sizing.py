@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil  # type: ignore[import-untyped, unused-ignore]  # its stubs are in the extra dev
 import torch
 
 from pagedkv.plugin.errors import CapacityError
 from pagedkv.plugin.interface import WarmupLimits
+from pagedkv.plugin.memory import DeviceMemory, compute_pool_bytes, read_device_memory
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBytes, ResolvedConfig
-
-_HOST_SHARE = 0.5
-"""Of the available host memory: other programs live there too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +54,28 @@ def resolve_lengths(wanted: WarmupLimits, config: ResolvedConfig, model: ModelSp
 
 
 def compute_limits(
-    lengths: Lengths, wanted: WarmupLimits, config: ResolvedConfig, *, bytes_per_token: int, activation_bytes: int
+    lengths: Lengths,
+    wanted: WarmupLimits,
+    config: ResolvedConfig,
+    *,
+    bytes_per_token: int,
+    activation_bytes: int,
+    memory: DeviceMemory | None = None,
+    used_bytes: int | None = None,
 ) -> ContiguousLimits:
     """The capacity, and how many requests it holds at once when each reserves `max_total_tokens`.
 
     Args:
         activation_bytes: the most that one step needs beside weights and cache.
+        memory: of the device; None reads what it is now.
+        used_bytes: what weights take of a GPU; None reads what this process holds of it now.
 
     Raises:
         CapacityError: the budget does not hold one request of the limits that were asked for.
     """
     max_sequences = min(config.scheduler.max_num_sequences, wanted.max_batch_size or config.scheduler.max_num_sequences)
-    capacity_tokens = _budget_bytes(config, bytes_per_token, activation_bytes) // bytes_per_token
+    budget_bytes = _budget_bytes(config, bytes_per_token, activation_bytes, memory, used_bytes)
+    capacity_tokens = budget_bytes // bytes_per_token
     if not isinstance(config.cache.budget, (MemoryBlocks, MemoryBytes)):
         capacity_tokens = min(capacity_tokens, max_sequences * lengths.max_total_tokens)
     needed_tokens = lengths.max_total_tokens if lengths.is_total_demanded else 2
@@ -88,14 +95,23 @@ def compute_limits(
     )
 
 
-def _budget_bytes(config: ResolvedConfig, bytes_per_token: int, activation_bytes: int) -> int:
+def _budget_bytes(
+    config: ResolvedConfig,
+    bytes_per_token: int,
+    activation_bytes: int,
+    memory: DeviceMemory | None,
+    used_bytes: int | None,
+) -> int:
     budget = config.cache.budget
     if isinstance(budget, MemoryBlocks):
         return budget.num_blocks * config.cache.block_size * bytes_per_token
     if isinstance(budget, MemoryBytes):
         return budget.num_bytes
-    if config.device.type != "cuda":
-        return max(0, int(psutil.virtual_memory().available * _HOST_SHARE * budget.fraction) - activation_bytes)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(config.device)
-    allowed_bytes = int(total_bytes * budget.fraction) - torch.cuda.memory_reserved(config.device)
-    return max(0, min(allowed_bytes, free_bytes) - activation_bytes)
+    if used_bytes is None:
+        used_bytes = torch.cuda.memory_reserved(config.device) if config.device.type == "cuda" else 0
+    return compute_pool_bytes(
+        budget.fraction,
+        memory or read_device_memory(config.device),
+        used_bytes=used_bytes,
+        activation_bytes=activation_bytes,
+    )

@@ -1,33 +1,16 @@
 """How many blocks a pool gets: from a memory budget, the machine, and what is taken already.
 
-`size_pool` is what a backend calls once at warm-up, on every rank; the rest are its parts.
+`size_pool` is what a backend calls once at warm-up, on every rank; `count_blocks` is its arithmetic, for a plan too.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 import torch.distributed
 
-from pagedkv.plugin.errors import CapacityError, ConfigError
+from pagedkv.plugin.errors import CapacityError
+from pagedkv.plugin.memory import DeviceMemory, compute_pool_bytes, format_bytes, read_device_memory
 from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBudget, MemoryBytes
-
-MAX_HOST_SHARE = 0.5
-"""Of the available host memory: other programs live there too, and swapping is worse than a small pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Memory of a device as it is now."""
-
-    total_bytes: int
-    free_bytes: int
-    """Taken by nobody; for host memory, what can be had without swapping."""
-    is_host: bool
 
 
 def size_pool(
@@ -55,17 +38,14 @@ def size_pool(
         CapacityError: the budget does not hold one request; raised on all ranks alike.
         ConfigError: the free memory can't be found out on this system.
     """
-    if isinstance(budget, MemoryBlocks):
-        num_blocks = budget.num_blocks
-    elif isinstance(budget, MemoryBytes):
-        num_blocks = budget.num_bytes // bytes_per_block
-    else:
-        pool_bytes = compute_pool_bytes(
-            budget.fraction, read_device_memory(device), used_bytes=used_bytes, activation_bytes=activation_bytes
-        )
-        num_blocks = pool_bytes // bytes_per_block
-        if max_num_blocks is not None:
-            num_blocks = min(num_blocks, max_num_blocks)
+    num_blocks = count_blocks(
+        budget,
+        None if isinstance(budget, (MemoryBlocks, MemoryBytes)) else read_device_memory(device),
+        bytes_per_block=bytes_per_block,
+        used_bytes=used_bytes,
+        activation_bytes=activation_bytes,
+        max_num_blocks=max_num_blocks,
+    )
     # Checked only after agreeing: a rank that raised before would leave the others waiting for it.
     num_blocks = agree_on_minimum(num_blocks)
     if num_blocks < min_num_blocks:
@@ -75,16 +55,28 @@ def size_pool(
     return num_blocks
 
 
-def compute_pool_bytes(fraction: float, memory: DeviceMemory, *, used_bytes: int, activation_bytes: int) -> int:
-    """What a share of a device leaves for the pool, at least 0.
+def count_blocks(
+    budget: MemoryBudget,
+    memory: DeviceMemory | None,
+    *,
+    bytes_per_block: int,
+    used_bytes: int,
+    activation_bytes: int,
+    max_num_blocks: int | None = None,
+) -> int:
+    """Blocks of one rank alone; arguments as in `size_pool`.
 
-    Of a GPU, `fraction` of all its memory is for weights, activations and pool together, as far as others left it
-    free. Of host memory, where weights are gone from the free part already, `fraction` of half of that part.
+    Args:
+        memory: needed for a budget that is a fraction of it.
     """
-    if memory.is_host:
-        return max(0, int(memory.free_bytes * MAX_HOST_SHARE * fraction) - activation_bytes)
-    allowed_bytes = int(memory.total_bytes * fraction) - used_bytes
-    return max(0, min(allowed_bytes, memory.free_bytes) - activation_bytes)
+    if isinstance(budget, MemoryBlocks):
+        return budget.num_blocks
+    if isinstance(budget, MemoryBytes):
+        return budget.num_bytes // bytes_per_block
+    assert memory is not None
+    pool_bytes = compute_pool_bytes(budget.fraction, memory, used_bytes=used_bytes, activation_bytes=activation_bytes)
+    num_blocks = pool_bytes // bytes_per_block
+    return num_blocks if max_num_blocks is None else min(num_blocks, max_num_blocks)
 
 
 def agree_on_minimum(value: int) -> int:
@@ -98,82 +90,6 @@ def agree_on_minimum(value: int) -> int:
     return int(tensor.item())
 
 
-def read_device_memory(device: torch.device) -> DeviceMemory:
-    """Asks CUDA (or ROCm) for a GPU, the operating system for every other device.
-
-    Raises:
-        ConfigError: the operating system does not tell.
-    """
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        return DeviceMemory(total_bytes, free_bytes, is_host=False)
-    return read_host_memory()
-
-
-def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
-    """Memory of this machine, or of the container (cgroup v1 or v2) where that is less.
-
-    Raises:
-        ConfigError: neither /proc nor sysconf tells.
-    """
-    total_bytes, free_bytes = _read_meminfo(proc) or _read_sysconf()
-    for limit_bytes, taken_bytes in _read_cgroup_limits(proc, cgroups):
-        total_bytes = min(total_bytes, limit_bytes)
-        free_bytes = min(free_bytes, max(0, limit_bytes - taken_bytes))
-    return DeviceMemory(total_bytes, free_bytes, is_host=True)
-
-
-def _read_meminfo(proc: Path) -> tuple[int, int] | None:
-    text = _read_text(proc / "meminfo")
-    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in text.splitlines())}
-    if "MemTotal" not in fields or "MemAvailable" not in fields:
-        return None
-    return int(fields["MemTotal"][0]) * 1024, int(fields["MemAvailable"][0]) * 1024
-
-
-def _read_sysconf() -> tuple[int, int]:
-    try:
-        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        raise ConfigError(
-            "this system does not tell how much memory it has; give the pool a size with cache.memory"
-        ) from None
-    return total_bytes, total_bytes
-
-
-def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yields (limit, taken) in bytes of this process's group and of every group above it."""
-    for line in _read_text(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit_name, taken_name = cgroups, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit_name, taken_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # Inside a container the path may be the host's, which is not here; the root is then the container's own group.
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            limit, taken = _read_text(folder / limit_name).strip(), _read_text(folder / taken_name).strip()
-            if limit.isdigit() and taken.isdigit():
-                yield int(limit), int(taken) - _read_reclaimable_bytes(folder)
-            if folder == root:
-                break
-
-
-def _read_reclaimable_bytes(folder: Path) -> int:
-    """File pages that the kernel drops before it runs out: a checkpoint just read would else look like used memory."""
-    stat = dict(line.split(" ", 1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
-    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
 def _explain_shortage(
     budget: MemoryBudget,
     num_blocks: int,
@@ -182,22 +98,13 @@ def _explain_shortage(
     used_bytes: int,
     activation_bytes: int,
 ) -> str:
-    needed = f"{min_num_blocks} blocks ({_format_bytes(min_num_blocks * bytes_per_block)})"
-    found = f"the pool would have {num_blocks} blocks of {_format_bytes(bytes_per_block)}"
+    needed = f"{min_num_blocks} blocks ({format_bytes(min_num_blocks * bytes_per_block)})"
+    found = f"the pool would have {num_blocks} blocks of {format_bytes(bytes_per_block)}"
     if isinstance(budget, MemoryBlocks):
         remedy = f"raise cache.num_blocks (now {budget.num_blocks})"
     elif isinstance(budget, MemoryBytes):
-        remedy = f"raise cache.memory (now {_format_bytes(budget.num_bytes)})"
+        remedy = f"raise cache.memory (now {format_bytes(budget.num_bytes)})"
     else:
-        found += f", beside {_format_bytes(used_bytes)} in use and {_format_bytes(activation_bytes)} for activations"
+        found += f", beside {format_bytes(used_bytes)} in use and {format_bytes(activation_bytes)} for activations"
         remedy = f"raise cache.memory_fraction (now {budget.fraction:g}) or free memory"
     return f"one request of the limits takes {needed}, but {found}: {remedy}, or lower limits.max_total_tokens"
-
-
-def _format_bytes(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

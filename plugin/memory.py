@@ -1,0 +1,144 @@
+"""Memory of a device and of the container around this process, and what of it a KV cache may take.
+
+The paged backend, the contiguous one and `pagedkv plan` all ask here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from pagedkv.plugin.errors import ConfigError
+
+_SIZE = TypeAdapter(ByteSize)
+
+MAX_HOST_SHARE = 0.5
+"""Of the available host memory: other programs live there too, and swapping is worse than a small pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device as it is now."""
+
+    total_bytes: int
+    free_bytes: int
+    """Taken by nobody; for host memory, what can be had without swapping."""
+    is_host: bool
+
+
+def compute_pool_bytes(fraction: float, memory: DeviceMemory, *, used_bytes: int, activation_bytes: int) -> int:
+    """What a share of a device leaves for the pool, at least 0.
+
+    Of a GPU, `fraction` of all its memory is for weights, activations and pool together, as far as others left it
+    free. Of host memory, where weights are gone from the free part already, `fraction` of half of that part.
+    """
+    if memory.is_host:
+        return max(0, int(memory.free_bytes * MAX_HOST_SHARE * fraction) - activation_bytes)
+    allowed_bytes = int(memory.total_bytes * fraction) - used_bytes
+    return max(0, min(allowed_bytes, memory.free_bytes) - activation_bytes)
+
+
+def read_device_memory(device: torch.device) -> DeviceMemory:
+    """Asks CUDA (or ROCm) for a GPU, the operating system for every other device.
+
+    Raises:
+        ConfigError: the operating system does not tell.
+    """
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total_bytes, free_bytes, is_host=False)
+    return read_host_memory()
+
+
+def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
+    """Memory of this machine, or of the container (cgroup v1 or v2) where that is less.
+
+    Raises:
+        ConfigError: neither /proc nor sysconf tells.
+    """
+    total_bytes, free_bytes = _read_meminfo(proc) or _read_sysconf()
+    for limit_bytes, taken_bytes in _read_cgroup_limits(proc, cgroups):
+        total_bytes = min(total_bytes, limit_bytes)
+        free_bytes = min(free_bytes, max(0, limit_bytes - taken_bytes))
+    return DeviceMemory(total_bytes, free_bytes, is_host=True)
+
+
+def _read_meminfo(proc: Path) -> tuple[int, int] | None:
+    text = _read_text(proc / "meminfo")
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in text.splitlines())}
+    if "MemTotal" not in fields or "MemAvailable" not in fields:
+        return None
+    return int(fields["MemTotal"][0]) * 1024, int(fields["MemAvailable"][0]) * 1024
+
+
+def _read_sysconf() -> tuple[int, int]:
+    try:
+        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        raise ConfigError(
+            "this system does not tell how much memory it has; give the pool a size with cache.memory"
+        ) from None
+    return total_bytes, total_bytes
+
+
+def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Yields (limit, taken) in bytes of this process's group and of every group above it."""
+    for line in _read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit_name, taken_name = cgroups, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit_name, taken_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not here; the root is then the container's own group.
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            limit, taken = _read_text(folder / limit_name).strip(), _read_text(folder / taken_name).strip()
+            if limit.isdigit() and taken.isdigit():
+                yield int(limit), int(taken) - _read_reclaimable_bytes(folder)
+            if folder == root:
+                break
+
+
+def _read_reclaimable_bytes(folder: Path) -> int:
+    """File pages that the kernel drops before it runs out: a checkpoint just read would else look like used memory."""
+    stat = dict(line.split(" ", 1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
+    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """A size as the config file takes it: "80GiB", "24GB", "512".
+
+    Args:
+        what: names the size in the error, as "--device-memory".
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValidationError:
+        raise ConfigError(f'{what} is a size, as in "80GiB"; found {text!r}') from None
+
+
+def format_bytes(num_bytes: int) -> str:
+    """As people read it: 97.66 KiB, 4 GiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
