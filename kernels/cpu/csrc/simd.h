@@ -44,6 +44,12 @@ INLINE vfloat splat(float x) { return x - (vfloat){}; }
 INLINE vfloat load(const float *p) { return *(const vfloat_any *)p; }
 INLINE void put(float *p, vfloat x) { *(vfloat_any *)p = x; }
 INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask)); }
+
+#if defined(__AVX512F__) && LANES == 16
+INLINE vfloat vmax(vfloat a, vfloat b) { return (vfloat)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE float max_lane(vfloat x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE float sum_lanes(vfloat x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
 INLINE vfloat vmax(vfloat a, vfloat b) { return choose(a > b, a, b); }
 
 INLINE float max_lane(vfloat x) {
@@ -57,6 +63,7 @@ INLINE float sum_lanes(vfloat x) {
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
+#endif
 
 // 2^x for x <= 0 (and NaN), within 2 units in the last place; 0 below -126, so that no denormals arise.
 INLINE vfloat exp2_nonpositive(vfloat x) {
@@ -76,6 +83,22 @@ INLINE vfloat exp2_nonpositive(vfloat x) {
     p = p * f + 1.0f;
     vfloat power = (vfloat)(((vint)shifted << 23) + 0x3f800000);
     return choose(vanishes, splat(0.0f), p * power);
+}
+
+// The same within 4e-6, which is far less than a bf16 holds.
+INLINE vfloat exp2_coarse(vfloat x) {
+#if defined(__AVX512DQ__) && LANES == 16
+    // The fraction of -inf is 0, and scaling by it gives 0.
+    vfloat f = (vfloat)_mm512_reduce_ps((__m512)x, 0), n = x - f;
+    vfloat p = splat(9.5700967e-3f);
+    p = p * f + 5.5917860e-2f;
+    p = p * f + 2.4024745e-1f;
+    p = p * f + 6.9312181e-1f;
+    p = p * f + 1.0f;
+    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return exp2_nonpositive(x);
+#endif
 }
 
 // tanh by 2^-|x|: no cancellation matters here, since soft-capped scores are compared with one another.
@@ -139,14 +162,16 @@ INLINE vuint widen_bytes(const int8_t *p) {
 #endif
 }
 
-// a[0] * b[0] + a[1] * b[1] of pairs of 16-bit integers.
-INLINE vint dot_shorts(vint a, vint b) {
-#if defined(__AVX512BW__) && LANES == 16
-    return (vint)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+// sum + a[0] * b[0] + a[1] * b[1] of pairs of 16-bit integers.
+INLINE vint dot_shorts(vint sum, vint a, vint b) {
+#if defined(__AVX512VNNI__) && LANES == 16
+    return (vint)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__) && LANES == 16
+    return sum + (vint)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__) && LANES == 8
-    return (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return sum + (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
 
@@ -204,3 +229,35 @@ INLINE void set_element(int dtype, void *p, int64_t i, float x) {
 }
 
 INLINE int64_t element_bytes(int dtype) { return dtype == FP32 ? 4 : dtype == BF16 || dtype == FP16 ? 2 : 1; }
+
+// LANES numbers of a dtype that numbers outside the cache have: FP32, BF16 or FP16.
+INLINE vfloat get_numbers(int dtype, const void *p, int64_t i) {
+    if (dtype == FP32) return load((const float *)p + i);
+    if (dtype == FP16) return half_to_float((const uint16_t *)p + i);
+    return (vfloat)(__builtin_convertvector(*(const vhalf_any *)((const uint16_t *)p + i), vuint) << 16);
+}
+
+INLINE vhalf floats_to_bf16(vfloat x) {
+#if defined(__AVX512BF16__) && LANES == 16
+    return (vhalf)_mm512_cvtneps_pbh((__m512)x);
+#else
+    vuint bits = (vuint)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vuint is_nan = (vuint)(x != x);
+    return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), vhalf);
+#endif
+}
+
+INLINE vhalf floats_to_halves(vfloat x) {
+#if defined(__AVX512F__) && LANES == 16
+    return (vhalf)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    vhalf halves;
+    for (int i = 0; i < LANES; i++) halves[i] = float_to_half(x[i]);
+    return halves;
+#endif
+}
+
+INLINE void set_numbers(int dtype, void *p, int64_t i, vfloat x) {
+    if (dtype == FP32) put((float *)p + i, x);
+    else *(vhalf_any *)((uint16_t *)p + i) = dtype == BF16 ? floats_to_bf16(x) : floats_to_halves(x);
+}

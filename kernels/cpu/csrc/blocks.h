@@ -1,0 +1,193 @@
+// Where the keys and values of a context lie, and copies of them in scratch where they can't be multiplied in place.
+#pragma once
+
+#include "gemm.h"
+#include "plan.h"
+
+enum {
+    TILE_TOKENS = 128,         // of the context at once
+    TILE_TOKENS_FLOATS = 64,   // where keys and values are copied as floats; half of the L1 cache at 64 channels
+    MAX_DIRECT_ROWS = 12,      // above it, widening a tile once and for all pays
+    MAX_INTEGER_DEPTH = 512,   // whose sums of 16-bit integers × 8-bit ones fit 32 bits
+    MAX_SEGMENT = 16,          // tokens whose values are found by one pointer
+    AHEAD_TOKENS = 32,         // that are asked for from memory: as many as are multiplied while a miss takes
+    // Entries of pointers behind the last token: tiles are filled up, and memory is asked for in front.
+    SPARE_GROUPS = 2 * MAX_TILE_VECTORS + AHEAD_TOKENS / LANES,
+    MAX_GROUPS = SPLIT_TOKENS_MANY_ROWS / LANES + SPARE_GROUPS,
+    MAX_SEGMENTS = SPLIT_TOKENS_MANY_ROWS / 8 + AHEAD_TOKENS / 8,
+};
+
+// How an item's keys and values are multiplied.
+typedef struct {
+    int format;         // of B: in blocks, or in scratch
+    int is_direct;      // in blocks
+    int64_t tile_tokens, segment;
+    int64_t k_line_bytes, v_line_bytes;
+} Layout;
+
+// The format of keys and values that are read in place.
+INLINE int direct_format(const AttendArgs *args) {
+    if (args->kv_dtype == FP32) return B_FP32;
+    if (args->kv_dtype == FP16) return B_FP16;
+    if (args->kv_dtype == E4M3) return B_E4M3;
+    if (args->kv_dtype == E5M2) return B_E5M2;
+    // 16-bit integers hold more of a query or weight than halves do, and less than floats.
+    int allows_integers = args->q_dtype != FP32 && args->head_dim <= MAX_INTEGER_DEPTH;
+    if (args->kv_dtype == INT8) return allows_integers ? B_INT8_DOT : B_INT8_PAIRS;
+    return HAS_BF16_DOT && args->q_dtype == BF16 ? B_BF16_DOT : B_BF16_PAIRS;
+}
+
+// The format of copies: pairs of bf16 where queries are bf16 and elements are bf16 numbers exactly.
+INLINE int packed_format(const AttendArgs *args) {
+    int fits = args->kv_dtype != FP32 && args->kv_dtype != FP16;
+    return HAS_BF16_DOT && args->q_dtype == BF16 && fits ? B_BF16_DOT : B_FP32;
+}
+
+INLINE Layout choose_layout(const AttendArgs *args, int64_t rows) {
+    int format = direct_format(args);
+    int is_direct = (rows <= MAX_DIRECT_ROWS || format == B_BF16_DOT) && args->block_size % LANES == 0;
+    if (!is_direct) format = packed_format(args);
+    int64_t tile = format == B_FP32 && !is_direct ? TILE_TOKENS_FLOATS : TILE_TOKENS;
+    return (Layout){
+        .format = format,
+        .is_direct = is_direct,
+        .tile_tokens = tile,
+        .segment = is_direct ? min64(args->block_size, MAX_SEGMENT) : tile,
+        .k_line_bytes = (is_direct ? args->block_size : tile) * column_bytes(format),
+        .v_line_bytes = args->v_head_dim * column_bytes(format),
+    };
+}
+
+// A head's keys or values in the block of a token.
+INLINE const char *head_block(const AttendArgs *args, const void *cache, int64_t dim, const Group *group, int64_t token) {
+    int64_t block = args->block_table[group->sequence * args->block_table_stride + token / args->block_size];
+    int64_t head_bytes = dim * args->block_size * element_bytes(args->kv_dtype);
+    return (const char *)cache + (block * args->num_kv_heads + group->head) * head_bytes;
+}
+
+// Columns from `offset` on of lines of B.
+INLINE const char *b_columns(int format, const char *b, int64_t offset) { return b + offset * column_bytes(format); }
+
+// Steps from `offset` on; even where steps lie in pairs.
+INLINE const char *b_steps(int format, const char *b, int64_t offset, int64_t ldb) {
+    return b + offset * ldb * column_bytes(format) / steps_per_line(format);
+}
+
+// Fills entries up to `count`; those from `known` on repeat the last one that is known.
+INLINE void repeat_last(const char **entries, int64_t known, int64_t count) {
+    for (int64_t i = known; i < count; i++) entries[i] = entries[known - 1];
+}
+
+// Finds the tokens [start, end) in their blocks: keys of each LANES tokens, values of each segment.
+static void find_blocks(const AttendArgs *args, const Layout *layout, const Group *group, int64_t start, int64_t end,
+                        const char **k_groups, const char **v_segments) {
+    int64_t size = args->block_size, dim = args->head_dim, v_dim = args->v_head_dim, count = 0;
+    for (int64_t token = start; token < end; token += LANES) {
+        k_groups[count++] = b_columns(layout->format, head_block(args, args->k, dim, group, token), token % size);
+    }
+    repeat_last(k_groups, count, count + SPARE_GROUPS);
+    count = 0;
+    for (int64_t token = start; token < end; token += layout->segment) {
+        v_segments[count++] = b_steps(layout->format, head_block(args, args->v, v_dim, group, token), token % size, v_dim);
+    }
+    repeat_last(v_segments, count, count + AHEAD_TOKENS / 8);
+}
+
+// The same of a tile in scratch.
+static void find_packed(const Layout *layout, const void *k, const void *v, const char **k_groups, const char **v_segments) {
+    int64_t count = layout->tile_tokens / LANES;
+    for (int64_t i = 0; i < count; i++) k_groups[i] = b_columns(layout->format, k, i * LANES);
+    repeat_last(k_groups, count, count + SPARE_GROUPS);
+    v_segments[0] = v;
+}
+
+// ------------------------------------------------------------------------------------------------------------- copies
+
+// Writes two steps of LANES columns: as a pair of bf16, or as floats a line apart.
+INLINE void put_steps(const int as_pairs, char *out, int64_t line_bytes, vfloat first, vfloat second) {
+    if (as_pairs) {
+        *(vuint_any *)out = ((vuint)first >> 16) | ((vuint)second & 0xffff0000);
+    } else {
+        put((float *)out, first);
+        put((float *)(out + line_bytes), second);
+    }
+}
+
+// Widens B[depth, columns]; columns are a multiple of LANES, depth is that of whole pairs.
+INLINE void widen(const int format, const int as_pairs, const char *b, int64_t ldb, int64_t depth, int64_t columns,
+                  char *out, int64_t line_bytes) {
+    int64_t source_bytes = ldb * column_bytes(format), second = is_paired(format) ? 0 : source_bytes;
+    for (int64_t k = 0; k < depth; k += 2) {
+        for (int64_t column = 0; column < columns; column += LANES) {
+            const char *line = b + column * column_bytes(format);
+            put_steps(as_pairs, out + column * 4, line_bytes, load_step(format, line, 0), load_step(format, line + second, 1));
+        }
+        b += second + source_bytes;
+        out += as_pairs ? line_bytes : 2 * line_bytes;
+    }
+}
+
+INLINE void widen_narrow(int dtype, int format, int as_pairs, const char *b, int64_t ldb, int64_t depth, int64_t columns,
+                         char *out, int64_t line_bytes) {
+    for (int64_t k = 0; k < depth; k++) {
+        for (int64_t column = 0; column < columns; column++) {
+            int64_t index = is_paired(format) ? (k / 2 * ldb + column) * 2 + k % 2 : k * ldb + column;
+            float x = get_element(dtype, b, index);
+            if (as_pairs) ((uint16_t *)(out + k / 2 * line_bytes))[column * 2 + k % 2] = (uint16_t)(float_to_bits(x) >> 16);
+            else ((float *)(out + k * line_bytes))[column] = x;
+        }
+    }
+}
+
+INLINE void widen_format(const int as_pairs, int dtype, int format, const char *b, int64_t ldb, int64_t depth,
+                         int64_t columns, char *out, int64_t line_bytes) {
+    if (columns % LANES) widen_narrow(dtype, format, as_pairs, b, ldb, depth, columns, out, line_bytes);
+    else if (format == B_FP32) widen(B_FP32, as_pairs, b, ldb, depth, columns, out, line_bytes);
+    else if (format == B_FP16) widen(B_FP16, as_pairs, b, ldb, depth, columns, out, line_bytes);
+    else if (format == B_E4M3) widen(B_E4M3, as_pairs, b, ldb, depth, columns, out, line_bytes);
+    else if (format == B_E5M2) widen(B_E5M2, as_pairs, b, ldb, depth, columns, out, line_bytes);
+    else if (format == B_INT8_PAIRS) widen(B_INT8_PAIRS, as_pairs, b, ldb, depth, columns, out, line_bytes);
+    else widen(B_BF16_PAIRS, as_pairs, b, ldb, depth, columns, out, line_bytes);
+}
+
+static void widen_any(int as_pairs, int dtype, int format, const char *b, int64_t ldb, int64_t depth, int64_t columns,
+                      char *out, int64_t line_bytes) {
+    if (as_pairs) widen_format(1, dtype, format, b, ldb, depth, columns, out, line_bytes);
+    else widen_format(0, dtype, format, b, ldb, depth, columns, out, line_bytes);
+}
+
+// Copies the keys of the tokens [start, end) to [head_dim, tile] and their values to [tile, v_head_dim], in the layout's
+// format.
+static void pack_tile(const AttendArgs *args, const Layout *layout, const Group *group, int64_t start, int64_t end,
+                      char *packed_k, char *packed_v) {
+    int source = direct_format(args), as_pairs = layout->format == B_BF16_DOT;
+    source = source == B_INT8_DOT ? B_INT8_PAIRS : source == B_BF16_DOT ? B_BF16_PAIRS : source;
+    int64_t size = args->block_size, dim = args->head_dim, v_dim = args->v_head_dim;
+    for (int64_t token = start; token < end;) {
+        int64_t offset = token % size, count = min64(size - offset, layout->tile_tokens - (token - start));
+        const char *k = b_columns(source, head_block(args, args->k, dim, group, token), offset);
+        widen_any(as_pairs, args->kv_dtype, source, k, size, dim, count, packed_k + (token - start) * 4, layout->k_line_bytes);
+        const char *v = b_steps(source, head_block(args, args->v, v_dim, group, token), offset, v_dim);
+        widen_any(as_pairs, args->kv_dtype, source, v, v_dim, round_up(min64(count, end - token), 2), v_dim,
+                  packed_v + (token - start) / (as_pairs ? 2 : 1) * layout->v_line_bytes, layout->v_line_bytes);
+        token += count;
+    }
+}
+
+// Copies the scales of a tile's tokens, of elements as their format gives them. Those of the next tile's, up to `limit`,
+// are asked for.
+static void gather_scales(const AttendArgs *args, const Group *group, Scales scales, int64_t start, int64_t end,
+                          int64_t limit, float *out) {
+    float unit = args->kv_dtype == E4M3 ? 256.0f : 1.0f;
+    int64_t size = args->block_size, table = group->sequence * args->block_table_stride;
+    const float *head = scales.data + group->head * scales.head_stride;
+    for (int64_t token = start; token < end;) {
+        int64_t offset = token % size, count = min64(size - offset, end - token), next = token + TILE_TOKENS;
+        const float *first = head + args->block_table[table + token / size] * scales.block_stride + offset * scales.token_stride;
+        if (next < limit) __builtin_prefetch(head + args->block_table[table + next / size] * scales.block_stride);
+        for (int64_t i = 0; i < count; i++) out[token - start + i] = first[i * scales.token_stride] * unit;
+        token += count;
+    }
+    // Zeros fill the last vector up, so that no weight is made of what lies there.
+    memset(out + (end - start), 0, (round_up(end - start, LANES) - (end - start)) * sizeof(float));
+}

@@ -1,0 +1,97 @@
+// What an attention call is given, and how its work is cut into items.
+//
+// An item is some queries of a sequence, one KV head and some of the context. The query heads that share a KV head are
+// the rows of one item, so that its keys and values are read once. Long contexts are split between items whose partial
+// results are merged afterwards (Flash-Decoding). The cuts depend on a sequence's own lengths alone: the same sequence
+// gives the same bits in every batch and with every number of threads.
+#pragma once
+
+#include <stddef.h>
+
+#include "quantize.h"
+
+enum {
+    MAX_ITEM_ROWS = 192,  // query × head rows of an item, when one token's heads are not more
+    FEW_ROWS = 32,
+    SPLIT_TOKENS_FEW_ROWS = 512,    // context of an item of few rows; a multiple of every block size
+    SPLIT_TOKENS_MANY_ROWS = 4096,  // enough rows that merging partial results is cheap
+};
+
+typedef struct {
+    const void *q;  // [num_tokens, num_heads, head_dim]
+    void *out;      // [num_tokens, num_heads, v_head_dim], contiguous, of the dtype of q
+    const void *k, *v;
+    const int32_t *cu_seqlens_q, *seq_lens, *block_table;
+    const float *sinks, *alibi_slopes;  // [num_heads] or null
+    int64_t q_token_stride, q_head_stride, block_table_stride;
+    int64_t num_sequences, num_heads, num_kv_heads, head_dim, v_head_dim, block_size;
+    int64_t sliding_window;  // 0 is none
+    Scales k_scales, v_scales;
+    int32_t q_dtype, kv_dtype, num_threads;
+    float scale, softcap;  // softcap 0 is none
+} AttendArgs;
+
+typedef struct {
+    int64_t sequence, head, first_query, num_queries;
+    int64_t first_position;  // of first_query in its sequence
+    int64_t num_items, partial;
+    int64_t num_open;  // items that have no result yet
+} Group;  // queries of one KV head, whose items are merged
+
+typedef struct {
+    int64_t group, start, end;  // tokens of the context
+    int64_t partial;            // where its result goes, in floats; -1 is the output itself
+} Item;
+
+typedef struct {
+    Group *groups;
+    Item *items;
+    int64_t num_groups, num_items, partial_floats;
+} Plan;
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+INLINE int64_t group_size(const AttendArgs *args) { return args->num_heads / args->num_kv_heads; }
+INLINE int64_t max_rows(const AttendArgs *args) { return max64(MAX_ITEM_ROWS, group_size(args)); }
+
+static void add_group(const AttendArgs *args, Plan *plan, Group group) {
+    int64_t end = group.first_position + group.num_queries, start = 0;
+    if (args->sliding_window) {
+        start = max64(0, group.first_position - args->sliding_window + 1) / args->block_size * args->block_size;
+    }
+    int64_t rows = group.num_queries * group_size(args);
+    int64_t split = rows <= FEW_ROWS ? SPLIT_TOKENS_FEW_ROWS : SPLIT_TOKENS_MANY_ROWS;
+    group.num_items = (end - 1) / split - start / split + 1;
+    group.num_open = group.num_items;
+    group.partial = plan->partial_floats;
+    for (int64_t i = 0; i < group.num_items; i++) {
+        Item item = {plan->num_groups, start, min64(end, (start / split + 1) * split), -1};
+        if (group.num_items > 1) {
+            item.partial = plan->partial_floats;
+            plan->partial_floats += rows * (args->v_head_dim + 2);
+        }
+        if (plan->items) plan->items[plan->num_items] = item;
+        plan->num_items++;
+        start = item.end;
+    }
+    if (plan->groups) plan->groups[plan->num_groups] = group;
+    plan->num_groups++;
+}
+
+// Counts groups, items and floats; writes them too where the plan has room.
+static void make_plan(const AttendArgs *args, Plan *plan) {
+    plan->num_groups = plan->num_items = plan->partial_floats = 0;
+    int64_t step = max64(1, MAX_ITEM_ROWS / group_size(args));
+    for (int64_t sequence = 0; sequence < args->num_sequences; sequence++) {
+        int64_t first = args->cu_seqlens_q[sequence], end = args->cu_seqlens_q[sequence + 1];
+        if (args->seq_lens[sequence] == 0) continue;
+        int64_t offset = args->seq_lens[sequence] - end;  // from a query's row to its position
+        for (int64_t query = first; query < end; query += step) {
+            for (int64_t head = 0; head < args->num_kv_heads; head++) {
+                add_group(args, plan, (Group){sequence, head, query, min64(step, end - query), query + offset, 0, 0, 0});
+            }
+        }
+    }
+}
