@@ -6,7 +6,8 @@ with the smallest squared error is taken.
 
 4 bits: number = (element + zero) × 2^(code / 8) with element 0 to 15, and one code and zero point, both int8, for each
 group of numbers: a channel's keys over the tokens of a block, or up to 64 channels of one token's values. Of eight
-scales around range / 15 the one with the smallest squared error is taken.
+scales around range / 15 the one with the smallest squared error is taken. Keys of a block's first token have two bits
+more, quarters of a step: number = (element + quarters / 4 + zero) × 2^(code / 8). Values are rotated before.
 
 An incomplete block of keys is quantized anew as a whole when tokens come: its own tokens enter with what they were
 stored as. A channel keeps its scale as long as its range fits, and then moves its zero point alone, which is exact;
@@ -29,6 +30,9 @@ _CODE_CANDIDATES = range(4, -4, -1)
 """Scale codes tried, relative to the one that fits the range."""
 _MAX_ZERO = 112
 """Of a zero point's magnitude when the range fits; int8 leaves room for finer candidates and for 15 steps above it."""
+FIRST_KEY_BITS = 2
+"""More of them for the keys of a block's first token."""
+_SUBSTEPS = 2**FIRST_KEY_BITS
 _MAX_NUMBER = 2.0**21
 """Numbers of 4 bits saturate here: the coarsest scale × the largest zero point."""
 
@@ -94,7 +98,7 @@ def quantize_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, tor
     grouped = torch.cat([x, filling], -1).unflatten(-1, (-1, width))
     is_real = (torch.arange(grouped.shape[-2] * width, device=x.device) < dim).view(-1, width)
     elements, codes, zeros = _quantize_affine(grouped.float(), -1, is_real)
-    return elements.flatten(-2)[..., :dim], codes.squeeze(-1), zeros.squeeze(-1)
+    return elements.to(torch.uint8).flatten(-2)[..., :dim], codes.squeeze(-1), zeros.squeeze(-1)
 
 
 def dequantize_groups(
@@ -103,13 +107,13 @@ def dequantize_groups(
     """The float32 numbers of `quantize_groups`: [..., dim]."""
     dim = elements.shape[-1]
     codes, zeros = (per_group.repeat_interleave(group_size, -1)[..., :dim] for per_group in (codes, zeros))
-    return dequantize_affine(elements, codes, zeros)
+    return _dequantize_affine(elements, codes, zeros)
 
 
 def quantize_channels(
     x: torch.Tensor, num_known: torch.Tensor, codes: torch.Tensor, is_continued: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """4 bits with a scale and a zero point for each channel of a block.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4 bits with a scale and a zero point for each channel of a block, 6 bits for its first token.
 
     Args:
         x: [num_blocks, block_size, num_heads, dim] float32: the tokens stored before, dequantized, and the new ones.
@@ -118,40 +122,76 @@ def quantize_channels(
         is_continued: [num_blocks] bool: whether there are any; where not, `codes` has no influence either.
 
     Returns:
-        elements: as x, uint8 of 0 to 15; codes and zeros: [num_blocks, num_heads, dim] int8.
+        elements: as x, uint8 of 0 to 15; quarters: [num_blocks, num_heads, dim] uint8 of 0 to 3, of the first tokens;
+        codes and zeros: [num_blocks, num_heads, dim] int8.
     """
-    is_known = (torch.arange(x.shape[1], device=x.device) < num_known[:, None])[:, :, None, None]
+    places = torch.arange(x.shape[1], device=x.device)
+    is_known = (places < num_known[:, None])[:, :, None, None]
+    substeps = torch.where(places == 0, _SUBSTEPS, 1)[:, None, None]
     lowest = torch.finfo(torch.float32).min
     least_codes = torch.where(is_continued[:, None, None], codes.float(), lowest)[:, None]
-    elements, codes, zeros = _quantize_affine(torch.where(is_known, x, x[:, :1]), 1, is_known, least_codes)
-    return elements, codes.squeeze(1), zeros.squeeze(1)
+    known = torch.where(is_known, x, x[:, :1])
+    numbers, codes, zeros = _quantize_affine(known, 1, is_known, least_codes, substeps)
+    elements = numbers.floor()
+    quarters = (numbers[:, 0] - elements[:, 0]) * _SUBSTEPS
+    return elements.to(torch.uint8), quarters.to(torch.uint8), codes.squeeze(1), zeros.squeeze(1)
 
 
-def dequantize_affine(elements: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """(element + zero) × 2^(code / 8) in float32; codes and zeros broadcast against the elements."""
-    return (elements.float() + zeros.float()) * _scales(codes.float())
+def dequantize_channels(
+    elements: torch.Tensor, quarters: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    """The float32 numbers of `quantize_channels`, with any leading dims: [..., block_size, num_heads, dim]."""
+    numbers = elements.float()
+    numbers[..., 0, :, :] += quarters.float() / _SUBSTEPS
+    return _dequantize_affine(numbers, codes.unsqueeze(-3), zeros.unsqueeze(-3))
 
 
-def pack_nibbles(elements: torch.Tensor) -> torch.Tensor:
-    """Two uint8 elements of 0 to 15 in a byte, the first in the lower half: [..., dim] to [..., ceil(dim / 2)]."""
-    padding = elements.new_zeros(*elements.shape[:-1], elements.shape[-1] % 2)
-    pairs = torch.cat([elements, padding], -1).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows by an orthonormal Hadamard matrix, which is its own inverse: [..., dim], as float32.
+
+    Outliers of a row are spread over all of it. Where dim is no power of two, the matrix has blocks of the largest one
+    that divides it. By sums and differences of pairs, so that a row's result does not depend on the rows beside it.
+    """
+    dim = x.shape[-1]
+    size = dim & -dim
+    x, width = x.float(), 1
+    while width < size:
+        low, high = x.unflatten(-1, (-1, 2, width)).unbind(-2)
+        x = torch.stack([low + high, low - high], -2).flatten(-3)
+        width *= 2
+    return x * size**-0.5
 
 
-def unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The elements of `pack_nibbles`: [..., ceil(dim / 2)] to [..., dim]."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)[..., :dim]
+def pack(elements: torch.Tensor, bits: int) -> torch.Tensor:
+    """Several uint8 elements of 2 or 4 bits in a byte, the first lowest: [..., dim] to [..., ceil(dim × bits / 8)]."""
+    per_byte = 8 // bits
+    padding = elements.new_zeros(*elements.shape[:-1], -elements.shape[-1] % per_byte)
+    parts = torch.cat([elements, padding], -1).unflatten(-1, (-1, per_byte)).unbind(-1)
+    packed = parts[0].clone()
+    for place, part in enumerate(parts):
+        packed |= part << (bits * place)
+    return packed
+
+
+def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The elements of `pack`: [..., ceil(dim × bits / 8)] to [..., dim]."""
+    parts = [(packed >> (bits * place)) & (2**bits - 1) for place in range(8 // bits)]
+    return torch.stack(parts, -1).flatten(-2)[..., :dim]
 
 
 def _quantize_affine(
-    x: torch.Tensor, dim: int, weights: torch.Tensor | None = None, least_codes: torch.Tensor | None = None
+    x: torch.Tensor,
+    dim: int,
+    weights: torch.Tensor | None = None,
+    least_codes: torch.Tensor | None = None,
+    substeps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Elements, codes and zeros with one code and zero along `dim`, which is kept.
+    """Elements, as floats, codes and zeros with one code and zero along `dim`, which is kept.
 
     Args:
         weights: of the squared errors; None weighs all alike.
         least_codes: float32, below which the range is not said to fit.
+        substeps: parts of a step that elements are rounded to; None: whole steps.
     """
     x = x.nan_to_num(0.0).clamp(-_MAX_NUMBER, _MAX_NUMBER)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
@@ -162,21 +202,31 @@ def _quantize_affine(
     best_errors, best_codes = torch.full_like(low, torch.inf), torch.zeros_like(low)
     for candidate in _CODE_CANDIDATES:
         codes = (fitting_codes + candidate).clamp(-128, 127)
-        elements, zeros = _round_affine(x, low, codes)
+        elements, zeros = _round_affine(x, low, codes, substeps)
         errors = ((elements + zeros) * _scales(codes) - x).square()
         errors = (errors if weights is None else errors * weights).sum(dim, keepdim=True)
         is_better = errors < best_errors
         best_errors = torch.where(is_better, errors, best_errors)
         best_codes = torch.where(is_better, codes, best_codes)
-    elements, zeros = _round_affine(x, low, best_codes)
-    return elements.to(torch.uint8), best_codes.to(torch.int8), zeros.to(torch.int8)
+    elements, zeros = _round_affine(x, low, best_codes, substeps)
+    return elements, best_codes.to(torch.int8), zeros.to(torch.int8)
 
 
-def _round_affine(x: torch.Tensor, low: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_affine(
+    x: torch.Tensor, low: torch.Tensor, codes: torch.Tensor, substeps: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and zero points, as floats, of x that begins at `low`, with the scales of `codes`."""
     scales = _scales(codes)
     zeros = (low / scales).round().clamp(-128, 127)
-    return ((x / scales).round() - zeros).clamp(0, _MAX_ELEMENT), zeros
+    if substeps is None:
+        return ((x / scales).round() - zeros).clamp(0, _MAX_ELEMENT), zeros
+    elements = (x / scales * substeps).round() / substeps - zeros
+    return elements.clamp(min=0).minimum(_MAX_ELEMENT + 1 - 1 / substeps), zeros
+
+
+def _dequantize_affine(elements: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """(element + zero) × 2^(code / 8) in float32; codes and zeros broadcast against the elements."""
+    return (elements.float() + zeros.float()) * _scales(codes.float())
 
 
 def _scales(codes: torch.Tensor) -> torch.Tensor:

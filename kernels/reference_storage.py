@@ -1,6 +1,7 @@
 """How blocks of the `reference` kernels lie in memory, written and read for each granularity of scales.
 
 k: [num_blocks, block_size, num_kv_heads, head_dim]        v: with v_head_dim; two elements of 4 bits in a byte
+k_first: [num_blocks, num_kv_heads, head_dim / 4], with scales per channel: four times two bits more, of the first token
 k_scale, v_scale, k_zero, v_zero, where the KV dtype has them inside its blocks:
     per token:   [num_blocks, block_size, num_kv_heads]
     per group:   [num_blocks, block_size, num_kv_heads, num_groups]
@@ -12,14 +13,16 @@ from __future__ import annotations
 import torch
 
 from pagedkv.kernels.quantization import (
-    dequantize_affine,
+    FIRST_KEY_BITS,
+    dequantize_channels,
     dequantize_groups,
-    pack_nibbles,
+    pack,
     quantize_channels,
     quantize_groups,
     quantize_tokens,
+    rotate,
     round_to_elements,
-    unpack_nibbles,
+    unpack,
 )
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import KVStorage
@@ -37,6 +40,9 @@ def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
     granularities = {kv_dtype.key_scales, kv_dtype.value_scales}
     whole_bytes = granularities <= {ScaleGranularity.TOKEN, ScaleGranularity.STATIC}
     half_bytes = granularities <= {ScaleGranularity.CHANNEL, ScaleGranularity.TOKEN_GROUP}
+    first_key_bits = FIRST_KEY_BITS if kv_dtype.key_scales is ScaleGranularity.CHANNEL else 0
+    if kv_dtype.first_key_bits != first_key_bits:
+        return [f"the KV dtype {kv_dtype.name} is not implemented"]
     if whole_bytes and kv_dtype.storage in _BYTE_STORAGE and kv_dtype.zero_dtype is None:
         return []
     if half_bytes and kv_dtype.bits == 4 and kv_dtype.scale_dtype == kv_dtype.zero_dtype == torch.int8:
@@ -57,6 +63,9 @@ def allocate_blocks(spec: KVCacheSpec, num_blocks: int, device: torch.device) ->
             tensors[f"{name}_scale"] = torch.zeros(shape, dtype=spec.kv_dtype.scale_dtype, device=device)
             if spec.kv_dtype.zero_dtype is not None:
                 tensors[f"{name}_zero"] = torch.zeros(shape, dtype=spec.kv_dtype.zero_dtype, device=device)
+    if spec.kv_dtype.first_key_bits:
+        shape = (num_blocks, spec.num_kv_heads, -(-spec.head_dim * FIRST_KEY_BITS // 8))
+        tensors["k_first"] = torch.zeros(shape, dtype=torch.uint8, device=device)
     return KVStorage(spec, num_blocks, tensors)
 
 
@@ -64,13 +73,15 @@ def store_slots(storage: KVStorage, slots: torch.Tensor, k: torch.Tensor, v: tor
     """Writes k: [N, num_kv_heads, head_dim] and v, with v_head_dim, to slots: [N] int64, quantized."""
     if not len(slots):
         return
+    if storage.spec.kv_dtype.has_rotated_values:
+        v = rotate(v)
     for (name, _, granularity), x in zip(_sides(storage.spec), (k, v), strict=True):
         match granularity:
             case ScaleGranularity.CHANNEL:
                 _store_channels(storage, name, slots, x)
             case ScaleGranularity.TOKEN_GROUP:
                 elements, codes, zeros = quantize_groups(x, storage.spec.kv_dtype.group_size)
-                _write(storage, name, slots, pack_nibbles(elements))
+                _write(storage, name, slots, pack(elements, 4))
                 _write(storage, f"{name}_scale", slots, codes)
                 _write(storage, f"{name}_zero", slots, zeros)
             case ScaleGranularity.TOKEN:
@@ -90,7 +101,7 @@ def load_blocks(storage: KVStorage, blocks: torch.Tensor) -> tuple[torch.Tensor,
     Float32, but for unquantized KV dtypes, which stay as they are.
     """
     k, v = (_load_side(storage, blocks, *side) for side in _sides(storage.spec))
-    return k, v
+    return k, rotate(v) if storage.spec.kv_dtype.has_rotated_values else v
 
 
 def _sides(spec: KVCacheSpec) -> tuple[tuple[str, int, ScaleGranularity], ...]:
@@ -119,11 +130,11 @@ def _load_side(
     elements = _bytes_of(storage.tensors[name])[blocks].view(storage.tensors[name].dtype)
     match granularity:
         case ScaleGranularity.CHANNEL:
-            codes, zeros = (storage.tensors[f"{name}_{part}"][blocks].unsqueeze(-3) for part in ("scale", "zero"))
-            return dequantize_affine(unpack_nibbles(elements, dim), codes, zeros)
+            first, codes, zeros = (storage.tensors[f"{name}_{part}"][blocks] for part in ("first", "scale", "zero"))
+            return dequantize_channels(unpack(elements, 4, dim), unpack(first, FIRST_KEY_BITS, dim), codes, zeros)
         case ScaleGranularity.TOKEN_GROUP:
             codes, zeros = (storage.tensors[f"{name}_{part}"][blocks] for part in ("scale", "zero"))
-            return dequantize_groups(unpack_nibbles(elements, dim), codes, zeros, storage.spec.kv_dtype.group_size)
+            return dequantize_groups(unpack(elements, 4, dim), codes, zeros, storage.spec.kv_dtype.group_size)
         case ScaleGranularity.TOKEN:
             return elements.float() * storage.tensors[f"{name}_scale"][blocks].unsqueeze(-1)
         case ScaleGranularity.STATIC:
@@ -144,8 +155,9 @@ def _store_channels(storage: KVStorage, name: str, slots: torch.Tensor, x: torch
     numbers = _load_side(storage, blocks, name, dim, ScaleGranularity.CHANNEL)
     numbers[places, offsets] = x.float()
     codes = storage.tensors[f"{name}_scale"]
-    elements, new_codes, zeros = quantize_channels(numbers, last_new + 1, codes[blocks], first_new > 0)
-    storage.tensors[name][blocks] = pack_nibbles(elements)
+    elements, first, new_codes, zeros = quantize_channels(numbers, last_new + 1, codes[blocks], first_new > 0)
+    storage.tensors[name][blocks] = pack(elements, 4)
+    storage.tensors[f"{name}_first"][blocks] = pack(first, FIRST_KEY_BITS)
     codes[blocks] = new_codes
     storage.tensors[f"{name}_zero"][blocks] = zeros
 

@@ -56,6 +56,10 @@ class KVDtype:
     """Of the zero points, in steps, that stand beside scales inside blocks, one each; None: there are none."""
     group_size: int = 0
     """Channels that share a scale, for `TOKEN_GROUP`; a head_dim below it is one group."""
+    first_key_bits: int = 0
+    """Bits that the keys of a block's first token have besides `bits`."""
+    has_rotated_values: bool = False
+    """Whether values lie in blocks multiplied by a Hadamard matrix along the head dimension."""
 
     @property
     def is_quantized(self) -> bool:
@@ -87,7 +91,7 @@ class KVDtype:
 
     def key_bytes(self, head_dim: int, block_size: int) -> int:
         """Bytes of one head's keys in one block: elements, scales, zero points."""
-        return self._bytes(self.key_scales, head_dim, block_size)
+        return self._bytes(self.key_scales, head_dim, block_size) + -(-head_dim * self.first_key_bits // 8)
 
     def value_bytes(self, v_head_dim: int, block_size: int) -> int:
         """Bytes of one head's values in one block: elements, scales, zero points."""
@@ -199,10 +203,17 @@ INT4 = register_kv_dtype(
         scale_dtype=torch.int8,
         zero_dtype=torch.int8,
         group_size=64,
+        first_key_bits=2,
+        has_rotated_values=True,
     )
 )
-"""Keys have outlier channels, values have none: so keys share a scale and a zero point along the tokens of a block,
-values along channels (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024).
+"""Keys have outlier channels, so they share a scale and a zero point along the tokens of a block, values along channels
+(Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024). What outliers values have are
+spread over all channels by the rotation.
+
+The first token of a sequence draws attention from all others whatever it says (Xiao et al., "Efficient Streaming
+Language Models with Attention Sinks", ICLR 2024), so that an error of its key shifts every weight. A block does not
+know whether it begins a sequence; so the first token of each has keys of 6 bits, for one byte a token.
 
 An incomplete block is quantized anew when a token comes, from what is stored of the tokens before it; see
 `pagedkv.kernels.quantization`. Nothing but the block is needed for it, so that a copied block can be continued.

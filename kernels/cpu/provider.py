@@ -145,6 +145,8 @@ def _is_supported(kv_dtype: KVDtype) -> bool:
         and kv_dtype.bits == 8
         and kv_dtype.scale_dtype == torch.float32
         and kv_dtype.zero_dtype is None
+        and not kv_dtype.first_key_bits
+        and not kv_dtype.has_rotated_values
     )
 
 

@@ -71,6 +71,8 @@ def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
     known = _FORMATS.get(kv_dtype.storage)
     if known is None or kv_dtype.bits != kv_dtype.storage.itemsize * 8:
         return [f"the triton kernels have no {kv_dtype.bits}-bit elements in {kv_dtype.storage} ({kv_dtype.name})"]
+    if kv_dtype.first_key_bits or kv_dtype.has_rotated_values:
+        return [f"the triton kernels neither rotate values nor give first keys more bits ({kv_dtype.name})"]
     granularities = {"keys": kv_dtype.key_scales, "values": kv_dtype.value_scales}
     reasons = [
         f"the triton kernels have no scales per {granularity.value} for {what} ({kv_dtype.name})"

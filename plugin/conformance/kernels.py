@@ -164,7 +164,13 @@ class KernelsConformance(KernelsHarness):
         batch = self._batch(kernels, make_spec(64), 16, precision, [(0, 1)])
         out = self._attend(kernels, batch)
         _, v = kernels.read(batch.storage, self._slots(batch))
-        assert torch.equal(out, v.repeat_interleave(3, 1).to(out.dtype))
+        expected = v.repeat_interleave(3, 1)
+        if batch.storage.spec.kv_dtype.has_rotated_values:
+            # Outputs may be rounded to their dtype before they are rotated back, and are again then.
+            bound = torch.finfo(out.dtype).eps * expected.norm(dim=-1).max()
+            assert (out.float() - expected).abs().max() <= bound
+        else:
+            assert torch.equal(out, expected.to(out.dtype))
 
     def test_random_batches(self, kernels: AttentionKernels, precision: tuple[torch.dtype, str]) -> None:
         profile = self.profile

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from pagedkv.kernels.quantization import (
-    dequantize_affine,
+    dequantize_channels,
     dequantize_groups,
-    pack_nibbles,
+    pack,
     quantize_channels,
     quantize_groups,
     quantize_tokens,
+    rotate,
     round_to_elements,
-    unpack_nibbles,
+    unpack,
 )
 from pagedkv.plugin.kv_dtypes import find_kv_dtype
 
@@ -35,8 +36,8 @@ def fill(x: torch.Tensor, ends: list[int]) -> torch.Tensor:
     start = 0
     for end in ends:
         numbers[:, start:end] = x[:, start:end]
-        elements, codes, zeros = quantize_channels(numbers, torch.tensor([end]), codes, torch.tensor([start > 0]))
-        numbers = dequantize_affine(elements, codes[:, None], zeros[:, None])
+        stored = quantize_channels(numbers, torch.tensor([end]), codes, torch.tensor([start > 0]))
+        numbers, codes = dequantize_channels(*stored), stored[2]
         start = end
     return numbers
 
@@ -101,12 +102,34 @@ def test_groups_are_at_least_as_good_as_rounding_in_their_own_range(dim: int, ge
         assert ((stored - group).square().sum(-1) <= bound).all()
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dim", [1, 5, 64])
-def test_nibbles_come_back(dim: int, generator: torch.Generator) -> None:
-    elements = torch.randint(0, 16, (7, 3, dim), generator=generator, dtype=torch.uint8)
-    packed = pack_nibbles(elements)
-    assert packed.shape == (7, 3, -(-dim // 2))
-    assert torch.equal(unpack_nibbles(packed, dim), elements)
+def test_parts_of_bytes_come_back(dim: int, bits: int, generator: torch.Generator) -> None:
+    elements = torch.randint(0, 2**bits, (7, 3, dim), generator=generator, dtype=torch.uint8)
+    packed = pack(elements, bits)
+    assert packed.shape == (7, 3, -(-dim * bits // 8))
+    assert torch.equal(unpack(packed, bits, dim), elements)
+
+
+@pytest.mark.parametrize(("dim", "size"), [(64, 64), (80, 16), (7, 1), (1, 1)])
+def test_rotation_spreads_an_outlier_and_is_its_own_inverse(dim: int, size: int, generator: torch.Generator) -> None:
+    """Over as many channels as the largest power of two that divides them."""
+    x = torch.randn(5, 3, dim, generator=generator)
+    torch.testing.assert_close(rotate(rotate(x)), x)
+    torch.testing.assert_close(rotate(x).norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(rotate(x)[2:3], rotate(x[2:3]))
+    outlier = torch.zeros(dim)
+    outlier[-1] = 1
+    assert (rotate(outlier).abs() > 0).sum() == size
+    torch.testing.assert_close(rotate(outlier).abs().max(), torch.tensor(size**-0.5))
+
+
+def test_the_first_key_of_a_block_has_quarters_of_a_step(generator: torch.Generator) -> None:
+    x = torch.rand(50, 16, 2, 32, generator=generator)
+    known, codes = torch.full((50,), 16), torch.zeros(50, 2, 32, dtype=torch.int8)
+    stored = quantize_channels(x, known, codes, torch.zeros(50, dtype=torch.bool))
+    errors = (dequantize_channels(*stored) - x).abs().mean((0, 2, 3))
+    assert errors[0] < errors[1:].min() / 2
 
 
 def test_a_channel_has_its_own_range(generator: torch.Generator) -> None:
