@@ -71,7 +71,8 @@ def launched_server(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, **(environ or {})},
+            # Several of them on one machine must not fight for the metrics' port.
+            env={"PAGEDKV_METRICS_LISTEN": "127.0.0.1:0", **os.environ, **(environ or {})},
         )
     try:
         summary = _wait_until_ready(process, log, time.monotonic() + ready_timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -17,19 +16,18 @@ from typing import Any
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address, shard_path
 from pagedkv.integration.shards import joined_shards
+from pagedkv.integration.watchers import Watchers, watching
 from pagedkv.plugin.assemble import Assembly, assemble
 from pagedkv.plugin.config import AUTO, Config
 from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
+from pagedkv.plugin.resolved_config import ResolvedConfig
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 """How long the end waits for a step that still runs. What runs longer is stuck, and is left behind."""
-
-ABANDONED_BATCH_TIMEOUT_S = 600.0
-"""For a server alone. The clocks of several shards never agree to the step, and these must end the same batches."""
 
 EXIT_DRAINED = 0
 EXIT_CUT_OFF = 1
@@ -54,9 +52,13 @@ class ServerSummary:
     max_cache_tokens: int
     max_total_tokens: int
     kv_bytes_total: int
+    metrics_urls: tuple[str, ...] = ()
+    """One a shard; empty where metrics are off."""
 
     @classmethod
-    def create(cls, targets: list[str], model_path: str, info: BackendInfo, capacity: Capacity) -> ServerSummary:
+    def create(
+        cls, targets: list[str], model_path: str, info: BackendInfo, capacity: Capacity, metrics_url: str = ""
+    ) -> ServerSummary:
         return cls(
             targets=tuple(targets),
             model=Path(model_path).name,
@@ -71,6 +73,7 @@ class ServerSummary:
             max_cache_tokens=capacity.max_cache_tokens,
             max_total_tokens=capacity.max_total_tokens,
             kv_bytes_total=capacity.num_blocks * info.model.bytes_per_block(info.block_size, info.kv_dtype),
+            metrics_urls=(metrics_url,) if metrics_url else (),
         )
 
     def to_json(self) -> str:
@@ -81,18 +84,8 @@ class ServerSummary:
             f"pagedkv is ready on {' and '.join(self.targets)}: {self.model} ({self.architecture}, {self.dtype}, "
             f"{self.device}), {self.backend} backend, {self.attention_kernels} attention, cache of "
             f"{self.max_cache_tokens} tokens ({self.kv_dtype}, {self.kv_bytes_total / 2**20:.0f} MiB)"
+            + (f"; metrics on {' and '.join(self.metrics_urls)}" if self.metrics_urls else "")
         )
-
-
-def set_up_logging(level: str, origin: str = "") -> None:
-    """Our lines from `level` on, those of libraries from warnings on; all to standard error.
-
-    Args:
-        origin: stands before each message, where several processes write to one place: "rank 1: ".
-    """
-    line_format = f"%(asctime)s %(levelname)s {origin}%(name)s: %(message)s"
-    logging.basicConfig(stream=sys.stderr, level="WARNING", format=line_format)
-    logging.getLogger("pagedkv").setLevel(level)
 
 
 def run_server(
@@ -117,11 +110,11 @@ def run_server(
     """
     _check_addresses(config, rank)
     shard = ShardInfo(rank, num_shards)
-    with joined_shards(config, shard):
+    with watching(config, shard) as watchers, joined_shards(config, shard):
         assembly = assemble(config)
-        logger.info("resolved config: %s", json.dumps(_plain({**_as_dict(assembly.config), "server": config.server})))
+        _log_config(assembly.config, config, watchers.metrics_url)
         try:
-            return asyncio.run(_serve(assembly, config, announce, shard))
+            return asyncio.run(_serve(assembly, config, announce, watchers))
         finally:
             assembly.backend.close()
 
@@ -134,24 +127,34 @@ def _check_addresses(config: Config, rank: int) -> None:
         claim_socket_path(shard_path(config.server.uds_path, rank))
 
 
+def _log_config(resolved: ResolvedConfig, config: Config, metrics_url: str) -> None:
+    sections = {"server": config.server, "metrics": {"url": metrics_url}, "tracing": config.tracing}
+    fields = _plain({**_as_dict(resolved), **sections})
+    logger.info("resolved config: %s", json.dumps(fields), extra={"fields": fields})
+
+
 async def _serve(
-    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, shard: ShardInfo
+    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, watchers: Watchers
 ) -> int:
-    backend = assembly.backend
+    backend, shard = assembly.backend, watchers.shard
     server = GenerationServer(
         backend,
         assembly.tokenizer,
         config.server,
         rank=shard.rank,
         num_shards=shard.num_shards,
-        abandoned_batch_timeout_s=ABANDONED_BATCH_TIMEOUT_S if shard.num_shards == 1 else math.inf,
+        observers=watchers.observe(backend),
     )
+    if watchers.metrics:
+        watchers.metrics.watch(server.service)
     stop_asked = _watch_signals()
     await server.start()
     try:
         if announce is not None:
             capacity = await server.warm_up(_warmup_limits(config))
-            announce(ServerSummary.create(server.targets, config.model.path, backend.info, capacity))
+            announce(
+                ServerSummary.create(server.targets, config.model.path, backend.info, capacity, watchers.metrics_url)
+            )
         await stop_asked.wait()
         logger.info("draining: new requests are refused, running ones have %g s", config.server.drain_timeout_s)
         has_drained = await server.drain(config.server.drain_timeout_s)

@@ -151,5 +151,6 @@ def _join_summaries(summaries: Sequence[dict[str, Any]]) -> ServerSummary:
     """Of all shards as one: where they listen, and the bytes that they hold together."""
     fields = {name: value for name, value in summaries[0].items() if name != "event"}
     fields["targets"] = tuple(target for summary in summaries for target in summary["targets"])
+    fields["metrics_urls"] = tuple(url for summary in summaries for url in summary["metrics_urls"])
     fields["kv_bytes_total"] = sum(summary["kv_bytes_total"] for summary in summaries)
     return ServerSummary(**fields)

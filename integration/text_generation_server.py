@@ -9,7 +9,6 @@ and these before the file that PAGEDKV_CONFIG names.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -87,6 +86,7 @@ class ServeFlags:
     trust_remote_code: bool = False
     revision: str | None = None
     otlp_endpoint: str | None = None
+    otlp_service_name: str | None = None
     max_input_tokens: int | None = None
 
     def refused(self) -> list[str]:
@@ -99,10 +99,6 @@ class ServeFlags:
             )
         if self.speculate:
             reasons.append(f"--speculate {self.speculate}: there is no speculative decoding here; leave the flag out")
-        if self.otlp_endpoint is not None:
-            reasons.append(
-                "--otlp-endpoint: no traces are exported; give the flag to the router alone, or leave it out"
-            )
         return reasons
 
     def overrides(self) -> dict[str, Any]:
@@ -114,6 +110,8 @@ class ServeFlags:
             "cache.kv_dtype": self.kv_cache_dtype,
             "model.revision": self.revision,
             "model.trust_remote_code": self.trust_remote_code or None,
+            "tracing.otlp_endpoint": self.otlp_endpoint,
+            "tracing.service_name": self.otlp_service_name,
             "limits.max_input_tokens": self.max_input_tokens,
         }
         return {key: value for key, value in keys.items() if value is not None}
@@ -176,20 +174,12 @@ def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
     return rank, num_shards
 
 
-class LauncherFormatter(logging.Formatter):
-    """A record as the one line of JSON that the launcher reads."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return json.dumps({"text": super().format(record), "record": {"level": {"name": record.levelname}}})
-
-
 def set_up_logging(level: LogLevel, as_json: bool) -> None:
-    """Our lines from `level` on, those of libraries from warnings on; to standard output, which the launcher reads."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(LauncherFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(handlers=[handler], level="WARNING", force=True)
+    """To standard output, which the launcher reads."""
+    from pagedkv.integration import logs
+
+    logs.set_up_logging(_PYTHON_LEVELS.get(level, level.value), as_json=as_json, stream=sys.stdout)
     logging.captureWarnings(True)
-    logging.getLogger("pagedkv").setLevel(_PYTHON_LEVELS.get(level, level.value))
 
 
 ModelId = Annotated[str, typer.Argument(help="Directory of the model, or its name on the Hugging Face hub.")]
@@ -212,8 +202,8 @@ def serve(
     trust_remote_code: TrustRemoteCode = False,
     logger_level: LoggerLevel = LogLevel.INFO,
     json_output: JsonOutput = False,
-    otlp_endpoint: Annotated[str | None, typer.Option(help="Refused.")] = None,
-    otlp_service_name: Annotated[str | None, typer.Option(help="Of no effect: no traces are exported.")] = None,
+    otlp_endpoint: Annotated[str | None, typer.Option(help="URL to which traces go, by OTLP over gRPC.")] = None,
+    otlp_service_name: Annotated[str | None, typer.Option(help="What the traces call this server.")] = None,
     max_input_tokens: Annotated[int | None, typer.Option(help="Longest prompt.")] = None,
 ) -> None:
     """Serve MODEL_ID on a Unix socket until SIGTERM, which lets running requests finish. The router warms it up."""
@@ -229,6 +219,7 @@ def serve(
         trust_remote_code=trust_remote_code,
         revision=revision,
         otlp_endpoint=otlp_endpoint,
+        otlp_service_name=otlp_service_name,
         max_input_tokens=max_input_tokens,
     )
     config = configure(flags, os.environ)

@@ -167,6 +167,13 @@ class ServerSection(_Section):
     max_message_bytes: ByteSize = Field(ByteSize(64 * 2**20), description="Largest gRPC message.")
     drain_timeout_s: float = Field(60.0, ge=0, description="How long SIGTERM waits for running requests.")
     stuck_step_timeout_s: float = Field(120.0, gt=0, description="Health fails when one step takes longer than this.")
+    abandoned_batch_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="A batch for which no step was asked for so long ends: its client is dead. Without effect on "
+        "several shards, whose clocks differ.",
+    )
+    log_prompts: bool = Field(False, description="Put the prompt into the log's line of each ended request.")
     chunked_prefill: bool = Field(
         True, description="Tell the router that new and running requests may share a step (paged backend)."
     )
@@ -192,6 +199,21 @@ class ServerSection(_Section):
         return self
 
 
+class MetricsSection(_Section):
+    listen: str = Field(
+        AUTO,
+        description="HOST:PORT of the metrics for Prometheus; shard RANK takes PORT + RANK, port 0 any free one. Empty "
+        'is off; "auto" is 127.0.0.1:9464 for pagedkv serve, and off for the launcher\'s text-generation-server.',
+    )
+
+
+class TracingSection(_Section):
+    otlp_endpoint: str = Field(
+        "", description="URL to which traces of requests go by OTLP over gRPC; empty is off. Needs the extra otel."
+    )
+    service_name: str = Field("pagedkv", description="What the traces call this server.")
+
+
 class Config(_Section):
     """The configuration as written."""
 
@@ -204,6 +226,8 @@ class Config(_Section):
     graphs: GraphsSection = GraphsSection()
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()
+    metrics: MetricsSection = MetricsSection()
+    tracing: TracingSection = TracingSection()
 
 
 @dataclass(frozen=True, slots=True)

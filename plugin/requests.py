@@ -161,6 +161,8 @@ class StepOutput:
     """LENGTH or EOS_TOKEN in the last output of the request, after which the backend has released it; else None."""
     seed: int | None
     """The seed in use when the request samples, so that the run can be repeated; None when it is greedy."""
+    admitted_s: float | None = field(default=None, compare=False)
+    """When a step first ran the request, of time.monotonic; None where the backend does not tell."""
 
 
 def find_finish_reason(

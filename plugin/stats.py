@@ -68,6 +68,10 @@ class BackendStats:
     """Counter."""
     recomputed_tokens: int
     """Counter: computed again after a preemption."""
+    computed_prefill_tokens: int
+    """Counter: tokens that steps ran of prompts, and again after preemptions."""
+    computed_decode_tokens: int
+    """Counter: tokens that steps ran one at a time, each to get the next."""
     preemptions: int
     evictions: int
     copies: int
@@ -109,12 +113,16 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     saved_prefill_tokens: int = 0
+    computed_prefill_tokens: int = 0
+    computed_decode_tokens: int = 0
     steps: int = 0
 
     def count_request(self, request: Request) -> None:
         self.num_requests += 1
         self.prompt_tokens += len(request.prompt_ids)
 
-    def count_step(self, outputs: Collection[object]) -> None:
+    def count_step(self, outputs: Collection[object], num_prefill_tokens: int, num_decode_tokens: int) -> None:
         self.steps += 1
+        self.computed_prefill_tokens += num_prefill_tokens
+        self.computed_decode_tokens += num_decode_tokens
         self.generated_tokens += len(outputs)

@@ -11,6 +11,7 @@ from pagedkv.adapters.tgi.batches import Batch, BatchState, BatchTable, LiveRequ
 from pagedkv.adapters.tgi.convert import FinalText, NewToken
 from pagedkv.plugin.errors import RequestError, StepError
 from pagedkv.plugin.interface import Backend, Capacity, WarmupLimits
+from pagedkv.plugin.observer import Observers, Outcome
 from pagedkv.plugin.requests import FinishReason, RequestId, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,17 @@ class BatchRunner:
         backend: runs the steps.
         rank: of this shard.
         num_shards: each shard reports the tokens of every num_shards-th request, so that together they report all once.
+        observers: told of each request's end and of each step.
     """
 
-    def __init__(self, backend: Backend, rank: int = 0, num_shards: int = 1) -> None:
+    def __init__(
+        self, backend: Backend, rank: int = 0, num_shards: int = 1, observers: Observers | None = None
+    ) -> None:
         self._backend = backend
         self._requires_padding = backend.info.requires_padding
         self._rank = rank
         self._num_shards = num_shards
+        self._observers = observers or Observers()
         self._batches = BatchTable()
         self.is_warm = False
         """Whether the last warm-up succeeded."""
@@ -62,6 +67,7 @@ class BatchRunner:
         self.is_warm = False
         capacity = self._backend.warmup(limits)
         self.is_warm = True
+        self._report_change()
         return capacity
 
     def prefill(self, batch_id: int, requests: Sequence[LiveRequest], running_id: int | None) -> StepResult:
@@ -80,10 +86,11 @@ class BatchRunner:
         self._batches.check_free(batch_id)
         self._backend.add([live.request for live in requests])
         batch = self._batches.open(batch_id, requests)
+        self._report_change()
         try:
             return self._step([*running, batch])
         except Exception:
-            self.clear([batch_id])
+            self._abort(self._batches.pop([batch_id]), Outcome.FAILED)
             raise
 
     def decode(self, batch_ids: Sequence[int]) -> StepResult:
@@ -101,12 +108,13 @@ class BatchRunner:
     def filter(self, batch_id: int, request_ids: Sequence[RequestId]) -> BatchState:
         """Ends the requests of a batch that are not named. Raises as `BatchTable.retain` does."""
         batch, dropped = self._batches.retain(batch_id, request_ids)
-        self._abort(dropped)
+        self._abort(dropped, Outcome.ABORTED)
         return describe_batch(batch, self._requires_padding)
 
     def clear(self, batch_ids: Iterable[int] | None = None) -> None:
         """Ends all requests of batches, None: of all; unknown ids are passed over."""
-        self._abort(self._batches.pop_all() if batch_ids is None else self._batches.pop(batch_ids))
+        ended = self._batches.pop_all() if batch_ids is None else self._batches.pop(batch_ids)
+        self._abort(ended, Outcome.ABORTED)
 
     def find_abandoned(self, timeout_s: float) -> list[int]:
         """Ids of batches for which no step was asked for so long. May be called from any thread."""
@@ -117,7 +125,7 @@ class BatchRunner:
         logger.warning(
             "batches %s end: their client asked for no step in %.0f s and is taken for dead", batch_ids, timeout_s
         )
-        self.clear(batch_ids)
+        self._abort(self._batches.pop(batch_ids), Outcome.ABANDONED)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where the backend's bookkeeping contradicts itself."""
@@ -133,13 +141,17 @@ class BatchRunner:
             stepped_ns = time.perf_counter_ns()
             tokens = [self._push(lives[output.request_id], output) for output in outputs]
         except StepError as error:
-            self._batches.remove_requests([RequestId(request_id) for request_id in error.request_ids])
+            failed = [RequestId(request_id) for request_id in error.request_ids]
+            self._batches.remove_requests(failed)
+            self._report_ends([lives[request_id] for request_id in failed if request_id in lives], Outcome.FAILED)
             raise
         except Exception:
             # Whether these requests got a token is unknown, so their text can't be continued.
-            self.clear([batch.id for batch in batches])
+            self._abort(self._batches.pop([batch.id for batch in batches]), Outcome.FAILED)
             raise
         self._end(lives, [token for token in tokens if token.final is not None])
+        if self._observers.steps:
+            self._observers.report_step((stepped_ns - started_ns) / 1e9, self._backend.stats())
         pushed_ns = time.perf_counter_ns()
         joined = self._batches.join(batches)
         state = None if joined is None else describe_batch(joined, self._requires_padding)
@@ -161,7 +173,9 @@ class BatchRunner:
         is_first = live.first_token_s is None
         if is_first:
             live.first_token_s = time.monotonic()
+            live.admitted_s = output.admitted_s
             live.num_cached_tokens = output.num_cached_tokens
+            self._observers.report_first_token(live.arrived_s, live.admitted_s, live.first_token_s)
         live.num_generated_tokens += 1
         text = live.text.push(output.token.token_id)
         reason = output.finish_reason
@@ -177,24 +191,20 @@ class BatchRunner:
         self._backend.abort([token.request.id for token in last_tokens if token.output.finish_reason is None])
         self._batches.remove_requests([token.request.id for token in last_tokens])
         for token in last_tokens:
-            _log_end(lives[token.request.id], token)
+            assert token.final is not None
+            outcome = Outcome(token.final.finish_reason.value)
+            self._observers.report_end(lives[token.request.id].describe_end(outcome))
 
-    def _abort(self, request_ids: Sequence[RequestId]) -> None:
-        if request_ids:
-            self._backend.abort(request_ids)
-            logger.info("requests %s ended: aborted", request_ids)
+    def _abort(self, lives: Sequence[LiveRequest], outcome: Outcome) -> None:
+        if lives:
+            self._backend.abort([live.request.id for live in lives])
+            self._report_ends(lives, outcome)
 
+    def _report_ends(self, lives: Sequence[LiveRequest], outcome: Outcome) -> None:
+        for live in lives:
+            self._observers.report_end(live.describe_end(outcome))
+        self._report_change()
 
-def _log_end(live: LiveRequest, token: NewToken) -> None:
-    assert live.first_token_s is not None
-    assert token.final is not None
-    logger.info(
-        "request %d ended: %s; prompt %d tokens, %d of them cached; %d generated; first after %.3f s, all after %.3f s",
-        live.request.id,
-        token.final.finish_reason.value,
-        len(live.request.prompt_ids),
-        live.num_cached_tokens,
-        live.num_generated_tokens,
-        live.first_token_s - live.arrived_s,
-        time.monotonic() - live.arrived_s,
-    )
+    def _report_change(self) -> None:
+        if self._observers.steps:
+            self._observers.report_change(self._backend.stats())

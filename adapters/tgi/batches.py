@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagedkv.plugin.errors import DuplicateRequestError, NotFoundError, RequestError
+from pagedkv.plugin.observer import Outcome, RequestEnd
 from pagedkv.plugin.requests import Request, RequestId
 from pagedkv.plugin.text import OutputText
 
@@ -19,9 +20,30 @@ class LiveRequest:
     text: OutputText
     arrived_s: float
     """Of time.monotonic, as are all times here."""
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    """See `RequestEnd.trace_context`."""
+    prompt: str | None = None
+    """Its text, where the log is to have it."""
+    admitted_s: float | None = None
     first_token_s: float | None = None
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
+
+    def describe_end(self, outcome: Outcome) -> RequestEnd:
+        """What watchers are told when it ends now."""
+        return RequestEnd(
+            request_id=self.request.id,
+            outcome=outcome,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            arrived_s=self.arrived_s,
+            admitted_s=self.admitted_s,
+            first_token_s=self.first_token_s,
+            ended_s=time.monotonic(),
+            trace_context=self.trace_context,
+            prompt=self.prompt,
+        )
 
 
 @dataclass(slots=True)
@@ -98,11 +120,11 @@ class BatchTable:
             return None
         return joined
 
-    def retain(self, batch_id: int, request_ids: Sequence[RequestId]) -> tuple[Batch, list[RequestId]]:
+    def retain(self, batch_id: int, request_ids: Sequence[RequestId]) -> tuple[Batch, list[LiveRequest]]:
         """Keeps only the named requests of a batch, in the order named; the order stays where all are named.
 
         Returns:
-            The batch, and the ids of those that are no longer in it.
+            The batch, and those that are no longer in it.
 
         Raises:
             NotFoundError: there is no such batch, or it has no such live request; nothing has changed.
@@ -115,7 +137,7 @@ class BatchTable:
         if unknown:
             raise NotFoundError(f"batch {batch_id} has no live requests {unknown}; it has {list(batch.requests)}")
         kept = {request_id: batch.requests[request_id] for request_id in request_ids}
-        dropped = [request_id for request_id in batch.requests if request_id not in kept]
+        dropped = [live for request_id, live in batch.requests.items() if request_id not in kept]
         if dropped:
             batch.requests = kept
         return batch, dropped
@@ -128,13 +150,13 @@ class BatchTable:
             if not batch.requests:
                 del self._batches[batch.id]
 
-    def pop(self, batch_ids: Iterable[int]) -> list[RequestId]:
-        """Removes batches; unknown ids are passed over. Returns the ids of the requests that were in them."""
+    def pop(self, batch_ids: Iterable[int]) -> list[LiveRequest]:
+        """Removes batches; unknown ids are passed over. Returns the requests that were in them."""
         found = [self._batches.pop(batch_id, None) for batch_id in batch_ids]
-        return [request_id for batch in found if batch is not None for request_id in batch.requests]
+        return [live for batch in found if batch is not None for live in batch.requests.values()]
 
-    def pop_all(self) -> list[RequestId]:
-        """Removes every batch. Returns the ids of the requests that were in them."""
+    def pop_all(self) -> list[LiveRequest]:
+        """Removes every batch. Returns the requests that were in them."""
         return self.pop(list(self._batches))
 
 

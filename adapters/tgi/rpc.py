@@ -19,6 +19,15 @@ Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
 
 
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C Trace Context, as routers send them with a call."""
+
+
+def read_trace_context(context: Context) -> dict[str, str]:
+    """Where the trace of a call goes on from; empty where the client sends none."""
+    return {key: str(value) for key, value in context.invocation_metadata() or () if key in TRACE_HEADERS}
+
+
 def service_handler(service: object) -> grpc.GenericRpcHandler:
     """Handlers of all methods of `TextGenerationService`, which `service` has in snake_case.
 

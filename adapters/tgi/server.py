@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from types import TracebackType
@@ -20,6 +21,7 @@ from pagedkv.adapters.tgi.tls import read_server_credentials
 from pagedkv.plugin.config import ServerSection
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
+from pagedkv.plugin.observer import Observers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +48,7 @@ class GenerationServer:
         tokenizer: of the backend's model.
         config: addresses and limits. At least one of `uds_path` and `listen` is set.
         rank, num_shards: this server's place among the shards of one model; the socket is `uds_path-rank`.
-        abandoned_batch_timeout_s: as in `GenerationService`.
+        observers: as in `GenerationService`.
 
     Raises:
         ConfigError: no address is set.
@@ -60,7 +62,7 @@ class GenerationServer:
         *,
         rank: int = 0,
         num_shards: int = 1,
-        abandoned_batch_timeout_s: float = 600.0,
+        observers: Observers | None = None,
     ) -> None:
         if not config.uds_path and not config.listen:
             raise ConfigError("the server has no address: set server.uds_path or server.listen")
@@ -77,7 +79,10 @@ class GenerationServer:
             cache_salt_metadata_key=config.cache_salt_metadata_key,
             rank=rank,
             num_shards=num_shards,
-            abandoned_batch_timeout_s=abandoned_batch_timeout_s,
+            # The clocks of several shards never agree to the step, and these must end the same batches.
+            abandoned_batch_timeout_s=config.abandoned_batch_timeout_s if num_shards == 1 else math.inf,
+            has_prompts_in_log=config.log_prompts,
+            observers=observers,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: grpc.aio.Server | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
@@ -23,10 +25,13 @@ from pagedkv.adapters.tgi.convert import (
     to_warmup_response,
 )
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
-from pagedkv.adapters.tgi.rpc import Context
+from pagedkv.adapters.tgi.request_log import RequestLog
+from pagedkv.adapters.tgi.rpc import Context, read_trace_context
+from pagedkv.adapters.tgi.status import find_refusal
 from pagedkv.adapters.tgi.step_loop import StepLoop
 from pagedkv.plugin.errors import RequestError, UnavailableError
-from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
+from pagedkv.plugin.interface import Backend, BackendInfo, Capacity, Tokenizer, WarmupLimits
+from pagedkv.plugin.observer import Observers, Refusal
 from pagedkv.plugin.requests import CacheNamespace, RequestId
 from pagedkv.plugin.text import OutputText
 
@@ -60,6 +65,8 @@ class GenerationService:
         abandoned_batch_timeout_s: a batch that no call has named for so long is ended. A client that dies between two
             calls leaves no other trace; a router names its batches all the time.
         cache_salt_metadata_key: where the metadata of a Prefill says what separates its prompts in the cache.
+        has_prompts_in_log: whether the log's line of an ended request holds its prompt.
+        observers: told of requests and steps, besides the log.
     """
 
     def __init__(
@@ -74,6 +81,8 @@ class GenerationService:
         num_shards: int = 1,
         abandoned_batch_timeout_s: float = 600.0,
         cache_salt_metadata_key: str = "",
+        has_prompts_in_log: bool = False,
+        observers: Observers | None = None,
     ) -> None:
         self.urls = list(urls)
         self._info = backend.info
@@ -81,12 +90,15 @@ class GenerationService:
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer, max_prompt_bytes(self._info.model.max_position_tokens))
         self._texts = TokenTexts(tokenizer)
-        self._runner = BatchRunner(backend, rank, num_shards)
+        observers = observers or Observers()
+        self._observers = replace(observers, requests=(RequestLog(), *observers.requests))
+        self._runner = BatchRunner(backend, rank, num_shards, self._observers)
         self._loop = StepLoop()
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
         self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
         self._cache_salt_metadata_key = cache_salt_metadata_key
+        self._has_prompts_in_log = has_prompts_in_log
         self._is_draining = False
         self._is_closed = False
         self._integrity_fault: Exception | None = None
@@ -99,6 +111,10 @@ class GenerationService:
     def num_requests(self) -> int:
         """Live requests, and those that are on their way to become it."""
         return self._runner.num_requests + self._num_arriving
+
+    def step_running_s(self) -> float:
+        """Seconds for which the step that runs now has been running; 0 between steps and before the warm-up."""
+        return self._loop.busy_s() if self._runner.is_warm else 0.0
 
     def find_health_fault(self) -> str | None:
         """Why no work should be sent here; None while all is well. Waits for nothing."""
@@ -120,7 +136,9 @@ class GenerationService:
             RequestError: requests are live.
             CapacityError: the memory does not hold one request of the limits.
         """
-        return await self._loop.run(functools.partial(self._runner.warm_up, limits))
+        capacity = await self._loop.run(functools.partial(self._runner.warm_up, limits))
+        _log_capacity(self._info, capacity)
+        return capacity
 
     def begin_drain(self) -> None:
         """From now on Health fails and new requests are refused; running ones go on."""
@@ -190,15 +208,24 @@ class GenerationService:
     async def prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         arrived_s, started_ns = time.monotonic(), time.perf_counter_ns()
         if self._is_draining:
+            self._observers.report_refusal(Refusal.DRAINING, len(request.batch.requests))
             raise UnavailableError("the server is draining; send new requests elsewhere")
         self._failed_prefill = None
         self._num_arriving += len(request.batch.requests)
         try:
             requests = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizer_threads, self._read_batch, request.batch, self._read_namespace(context), arrived_s
+                self._tokenizer_threads,
+                self._read_batch,
+                request.batch,
+                self._read_namespace(context),
+                read_trace_context(context),
+                arrived_s,
             )
             result, response = await self._add_and_step(request, requests, started_ns)
-        except Exception:
+        except Exception as error:
+            refusal = find_refusal(error)
+            if refusal is not None:
+                self._observers.report_refusal(refusal, len(request.batch.requests))
             if request.HasField("cached_batch"):
                 self._failed_prefill = request.batch.id, request.cached_batch.id
             raise
@@ -252,9 +279,17 @@ class GenerationService:
             raise RequestError(f"the metadata has {self._cache_salt_metadata_key} {len(salts)} times; send it once")
         return CacheNamespace(salt=str(salts[0]) if salts else "")
 
-    def _read_batch(self, batch: pb.Batch, namespace: CacheNamespace, arrived_s: float) -> list[LiveRequest]:
+    def _read_batch(
+        self, batch: pb.Batch, namespace: CacheNamespace, trace_context: Mapping[str, str], arrived_s: float
+    ) -> list[LiveRequest]:
         return [
-            LiveRequest(request, OutputText(self._tokenizer, request.prompt_ids, request.params.stop), arrived_s)
+            LiveRequest(
+                request,
+                OutputText(self._tokenizer, request.prompt_ids, request.params.stop),
+                arrived_s,
+                trace_context,
+                self._tokenizer.decode(request.prompt_ids) if self._has_prompts_in_log else None,
+            )
             for request in to_requests(batch, self._encoder, namespace)
         ]
 
@@ -270,6 +305,20 @@ class GenerationService:
         response.decode_ns = result.text_ns + ended_ns - converting_ns
         response.total_ns = ended_ns - started_ns
         return response
+
+
+def _log_capacity(info: BackendInfo, capacity: Capacity) -> None:
+    bytes_per_block = info.model.bytes_per_block(info.block_size, info.kv_dtype)
+    fields = {
+        "backend": info.backend,
+        "kv_dtype": info.kv_dtype.name,
+        "bytes_per_token": bytes_per_block // info.block_size,
+        "block_size": info.block_size,
+        "num_blocks": capacity.num_blocks,
+        "kv_bytes_total": capacity.num_blocks * bytes_per_block,
+        **asdict(capacity),
+    }
+    logger.info("capacity: %s", json.dumps(fields), extra={"fields": fields})
 
 
 def _cached_tokens(result: StepResult) -> list[tuple[str, str]]:

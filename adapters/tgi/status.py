@@ -8,12 +8,15 @@ import uuid
 import grpc
 
 from pagedkv.plugin.errors import (
+    CapacityError,
+    DuplicateRequestError,
     NotFoundError,
     PagedKVError,
     RequestError,
     StepError,
     UnavailableError,
 )
+from pagedkv.plugin.observer import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,15 @@ STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
 }
 """A subclass that is not named has the code of its nearest base: CapacityError and DuplicateRequestError are
 RequestErrors. What is neither is a fault of the server: INTERNAL."""
+
+REFUSALS: dict[type[PagedKVError], Refusal] = {
+    CapacityError: Refusal.TOO_LONG,
+    DuplicateRequestError: Refusal.DUPLICATE,
+    RequestError: Refusal.INVALID,
+    NotFoundError: Refusal.UNKNOWN_BATCH,
+    UnavailableError: Refusal.NOT_READY,
+}
+"""What new requests are refused with, and what that counts as. Any other error ends requests that were taken."""
 
 _MAX_DETAILS = 500  # It is sent in a header, where a character may take 12 bytes and peers refuse more than 8 KiB.
 
@@ -41,6 +53,11 @@ def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:
     error_id = uuid.uuid4().hex[:12]
     logger.error("unexpected error %s", error_id, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log says more under this id"
+
+
+def find_refusal(error: Exception) -> Refusal | None:
+    """What an error of a Prefill counts as; None where its requests had been taken."""
+    return next((REFUSALS[base] for base in type(error).__mro__ if base in REFUSALS), None)
 
 
 def read_error(code: grpc.StatusCode, details: str) -> PagedKVError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,6 +104,8 @@ class ContiguousBackend:
         batch = self._admit(limits, model, ids) or self._join_running(ids)
         if batch is None:
             return []
+        num_decoding = sum(row.num_computed_tokens > 0 for row in batch.rows)
+        num_tokens = sum(len(row.token_ids) - row.num_computed_tokens for row in batch.rows)
         with self._dropped_on_failure(batch.rows):
             sampled, prompt_logprobs = self._compute(model, batch)
             outputs = [
@@ -111,7 +114,7 @@ class ContiguousBackend:
             ]
             finished = {output.request_id for output in outputs if output.finish_reason}
             self._keep(batch, {row.id for row in batch.rows} - finished)
-        self._counters.count_step(outputs)
+        self._counters.count_step(outputs, num_tokens - num_decoding, num_decoding)
         arrivals = {row.id: row.arrival for row in batch.rows}
         return sorted(outputs, key=lambda output: arrivals[output.request_id])
 
@@ -178,6 +181,7 @@ class ContiguousBackend:
             rows.append(row)
         for row in rows:
             del self._waiting[row.id]
+            row.admitted_s = time.monotonic()
         return ContiguousBatch(rows, model.make_cache(limits.max_total_tokens), model.device) if rows else None
 
     def _join_running(self, ids: Collection[RequestId]) -> ContiguousBatch | None:
@@ -224,6 +228,7 @@ class ContiguousBackend:
             num_cached_tokens=0,
             finish_reason=find_finish_reason(params, row.num_generated_tokens, token_id, eos_token_ids),
             seed=row.sampling.seed if params.is_sampled else None,
+            admitted_s=row.admitted_s,
         )
 
     @contextmanager

@@ -24,6 +24,8 @@ class LiveRow:
     """Prompt and generated tokens."""
     sampling: SamplingRow
     num_computed_tokens: int = 0
+    admitted_s: float | None = None
+    """When a step first ran it, of time.monotonic."""
 
     @classmethod
     def create(cls, request: Request, arrival: int) -> LiveRow:

@@ -41,6 +41,8 @@ def make_stats(
         prompt_tokens=counters.prompt_tokens,
         generated_tokens=counters.generated_tokens,
         recomputed_tokens=0,
+        computed_prefill_tokens=counters.computed_prefill_tokens,
+        computed_decode_tokens=counters.computed_decode_tokens,
         preemptions=0,
         evictions=0,
         copies=0,

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:8033"
 """Where a server without an address listens, and where a client without a target looks."""
 
+DEFAULT_METRICS_ADDRESS = "127.0.0.1:9464"
+"""The port that OpenTelemetry gives to Prometheus exporters."""
+
 
 def serve(
     model: Annotated[
@@ -39,6 +42,17 @@ def serve(
     rank: Annotated[
         int | None, typer.Option(min=0, hidden=True, help="Be this one of them, with MASTER_ADDR and MASTER_PORT.")
     ] = None,
+    metrics_listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f'Address of the metrics for Prometheus. Without any: {DEFAULT_METRICS_ADDRESS}; "" is off.',
+        ),
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send traces there, by OTLP over gRPC.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json-output", help="Log lines in JSON.")] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -52,6 +66,8 @@ def serve(
         "cache.kv_scales": kv_scales,
         "model.dtype": dtype,
         "model.device": device,
+        "metrics.listen": metrics_listen,
+        "tracing.otlp_endpoint": otlp_endpoint,
     }
     overrides = parse_settings(settings) | {key: value for key, value in flags.items() if value is not None}
     if rank is not None and rank >= num_shards:
@@ -59,7 +75,8 @@ def serve(
     written = _load(config, overrides, num_shards)
 
     from pagedkv.integration.launch import command_path
-    from pagedkv.integration.server import ServerSummary, run_server, set_up_logging
+    from pagedkv.integration.logs import set_up_logging
+    from pagedkv.integration.server import ServerSummary, run_server
 
     def announce(summary: ServerSummary) -> None:
         print(summary.to_json() if as_json else summary.to_text(), flush=True)
@@ -67,16 +84,19 @@ def serve(
     if num_shards > 1 and rank is None:
         from pagedkv.integration.supervisor import supervise
 
-        set_up_logging(written.log_level)
+        set_up_logging(written.log_level, as_json=json_output)
         raise typer.Exit(supervise([command_path(), *sys.argv[1:]], num_shards, announce))
-    set_up_logging(written.log_level, origin="" if rank is None else f"rank {rank}: ")
+    set_up_logging(written.log_level, origin="" if rank is None else f"rank {rank}: ", as_json=json_output)
     raise typer.Exit(run_server(written, announce, rank=rank or 0, num_shards=num_shards))
 
 
 def _load(file: Any, overrides: dict[str, Any], num_shards: int) -> Config:
-    from pagedkv.plugin.config import load_config
+    from pagedkv.plugin.config import AUTO, load_config
 
     written = load_config(file, overrides)
+    if written.metrics.listen == AUTO:
+        overrides = {**overrides, "metrics.listen": DEFAULT_METRICS_ADDRESS}
+        written = load_config(file, overrides)
     if num_shards > 1:
         from pagedkv.integration.shards import refuse_tcp
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -141,6 +142,7 @@ class PagedBackend:
             sequence = self._sequences[row.id]
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = row.num_cached_tokens
+                sequence.admitted_s = time.monotonic()
                 self._counters.saved_prefill_tokens += row.num_cached_tokens
         return plan
 
@@ -165,6 +167,7 @@ class PagedBackend:
     def commit(self, plan: StepPlan, sampled: Mapping[RequestId, SampledToken]) -> list[StepOutput]:
         """Takes a step's tokens into the sequences; ends and releases those that are finished."""
         self._agreement.note_tokens(sampled)
+        num_decode_tokens = self._count_decode_tokens(plan)
         in_order = sorted(sampled, key=lambda id_: self._sequences[id_].arrival)
         outputs = [self._take_token(self._sequences[id_], sampled[id_]) for id_ in in_order]
         finished = [output.request_id for output in outputs if output.finish_reason]
@@ -172,7 +175,7 @@ class PagedBackend:
         self._require_pool().scheduler.commit(plan, new_tokens, finished)
         for id_ in finished:
             del self._sequences[id_]
-        self._counters.count_step(outputs)
+        self._counters.count_step(outputs, plan.num_tokens - num_decode_tokens, num_decode_tokens)
         return outputs
 
     def abort(self, ids: Collection[RequestId]) -> None:
@@ -266,7 +269,12 @@ class PagedBackend:
             sequence.num_cached_tokens or 0,
             find_finish_reason(request.params, num_generated_tokens, token.token_id, self._eos_token_ids),
             sequence.seed,
+            sequence.admitted_s,
         )
+
+    def _count_decode_tokens(self, plan: StepPlan) -> int:
+        rows = (row for row in plan.scheduled if row.num_tokens == 1)
+        return sum(row.start >= self._sequences[row.id].num_prompt_tokens for row in rows)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

@@ -24,6 +24,8 @@ class LiveSequence:
     """Whether log-probabilities of the prompt have still to be collected; no longer after the first output."""
     num_cached_tokens: int | None = None
     """None until the sequence is first admitted."""
+    admitted_s: float | None = None
+    """When that was, of time.monotonic."""
     prefill_logprobs: list[float] = field(default_factory=list)
     """One a prompt token computed so far; only where the request asks for it."""
 

@@ -29,6 +29,8 @@ def make_stats(
         prompt_tokens=counters.prompt_tokens,
         generated_tokens=counters.generated_tokens,
         recomputed_tokens=scheduler.recomputed_tokens,
+        computed_prefill_tokens=counters.computed_prefill_tokens,
+        computed_decode_tokens=counters.computed_decode_tokens,
         preemptions=scheduler.preemptions,
         evictions=cache.evictions,
         copies=cache.copies,

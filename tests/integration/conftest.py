@@ -32,6 +32,7 @@ def pagedkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def call(*arguments: object) -> Outcome:
         monkeypatch.setattr("sys.argv", ["pagedkv", *map(str, arguments)])
+        monkeypatch.setenv("PAGEDKV_METRICS_LISTEN", "127.0.0.1:0")  # Tests run beside each other.
         # serve sets up logging for its process, which here is the tests'.
         monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
         with pytest.raises(SystemExit) as ended:

@@ -72,6 +72,8 @@ class TestConfig:
             trust_remote_code=True,
             revision="v1",
             max_input_tokens=700,
+            otlp_endpoint="http://somewhere:4317",
+            otlp_service_name="tgi.server",
         )
         config = configure(flags, {})
         assert (config.model.path, config.model.revision, config.model.dtype) == ("some/model", "v1", "bfloat16")
@@ -80,6 +82,8 @@ class TestConfig:
         assert config.limits.max_input_tokens == 700
         assert config.server.uds_path == "socket"
         assert config.server.listen == ""
+        assert config.tracing.otlp_endpoint == "http://somewhere:4317"
+        assert config.tracing.service_name == "tgi.server"
 
     def test_what_the_launcher_leaves_out_stays_at_our_default(self) -> None:
         config = configure(FLAGS, {"CUDA_MEMORY_FRACTION": "1.0", "MAX_TOTAL_TOKENS": ""})
@@ -121,11 +125,11 @@ class TestConfig:
         assert config.limits.max_input_tokens == 30
 
     def test_everything_that_can_not_be_honoured_is_named_at_once(self) -> None:
-        flags = replace(FLAGS, quantize="awq", speculate=2, otlp_endpoint="http://somewhere:4317")
+        flags = replace(FLAGS, quantize="awq", speculate=2)
         variables = {"LORA_ADAPTERS": "a=b", "ROPE_SCALING": "linear", "ROPE_FACTOR": "2", "WATERMARK_GAMMA": "0.25"}
         with pytest.raises(ConfigError) as caught:
             configure(flags, variables)
-        for name in ("--quantize awq", "--speculate 2", "--otlp-endpoint", *variables):
+        for name in ("--quantize awq", "--speculate 2", *variables):
             assert name in str(caught.value)
 
     def test_flags_at_a_value_that_is_ours_anyway_are_taken(self) -> None:

@@ -69,7 +69,7 @@ class BatchTableMachine(RuleBasedStateMachine):
                 self.table.retain(batch_id, [])
             return
         _, dropped = self.table.retain(batch_id, kept)
-        assert set(dropped) == set(ids) - set(kept)
+        assert {live.request.id for live in dropped} == set(ids) - set(kept)
         self.model[batch_id] = kept if dropped else ids
 
     @rule(batch_id=batches)
@@ -89,11 +89,13 @@ class BatchTableMachine(RuleBasedStateMachine):
 
     @rule(batch_id=consumes(batches))
     def pop(self, batch_id: int) -> None:
-        assert self.table.pop([batch_id, 10**6]) == self.model.pop(batch_id, [])
+        popped = [live.request.id for live in self.table.pop([batch_id, 10**6])]
+        assert popped == self.model.pop(batch_id, [])
 
     @rule()
     def pop_all(self) -> None:
-        assert sorted(self.table.pop_all()) == sorted(id_ for ids in self.model.values() for id_ in ids)
+        popped = sorted(live.request.id for live in self.table.pop_all())
+        assert popped == sorted(id_ for ids in self.model.values() for id_ in ids)
         self.model.clear()
 
     @invariant()

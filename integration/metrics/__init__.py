@@ -1,0 +1,1 @@
+"""Metrics for Prometheus: what is counted, and the endpoint that serves it."""
