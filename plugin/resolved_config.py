@@ -105,14 +105,17 @@ def resolve_model_settings(config: Config) -> ModelSettings:
     )
 
 
-def resolve_config(config: Config, model: ModelSpec) -> ResolvedConfig:
+def resolve_config(config: Config, model: ModelSpec, device: torch.device | None = None) -> ResolvedConfig:
     """Answers every "auto" from the model and the machine.
+
+    Args:
+        device: to plan for, whether this machine has it or not; None is the one that the config names.
 
     Raises:
         ConfigError: a device that is not here, limits beyond the model's positions or in contradiction, scales from
             a file for a KV dtype that takes none.
     """
-    device = _resolve_device(config.model.device)
+    device = device or _resolve_device(config.model.device)
     dtype = _resolve_dtype(config.model.dtype, model.dtype, device)
     max_total_tokens, max_input_tokens = _resolve_limits(config.limits, model)
     return ResolvedConfig(

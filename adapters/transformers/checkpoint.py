@@ -111,8 +111,13 @@ def load_causal_model(
     return model.eval()
 
 
-def build_meta_model(model_config: Any, settings: ModelSettings) -> torch.nn.Module:
+def build_meta_model(
+    model_config: Any, settings: ModelSettings, attn_implementation: str | None = None
+) -> torch.nn.Module:
     """The model's modules on the meta device: shapes without memory.
+
+    Args:
+        attn_implementation: name of an attention function of transformers; None leaves the choice to it.
 
     Raises:
         UnsupportedError: the configuration does not make a model.
@@ -120,7 +125,11 @@ def build_meta_model(model_config: Any, settings: ModelSettings) -> torch.nn.Mod
     name = architecture_name(model_config)
     try:
         with torch.device("meta"), quiet_transformers():
-            model: torch.nn.Module = _from_config(model_config, trust_remote_code=settings.trust_remote_code)
+            model: torch.nn.Module = _from_config(
+                model_config,
+                trust_remote_code=settings.trust_remote_code,
+                attn_implementation=attn_implementation,
+            )
     except Exception as error:  # any code of the model's own may run here
         raise UnsupportedError(f"{name} can't be built from its config.json: {error}") from error
     return model

@@ -8,6 +8,8 @@ that its query heads read, and several shards keep the same one.
 from __future__ import annotations
 
 import logging
+import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def plan_split(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -> di
         UnsupportedError: transformers has no plan for the architecture, or heads don't divide; the text says by how
             many shards it can be served.
     """
-    plan: dict[str, str] = dict(getattr(modules, "tp_plan", None) or {})
+    plan = _plan_of(modules)
     if not plan:
         raise UnsupportedError(
             f"{spec.architecture} has no tensor-parallel plan in transformers; serve it with one shard"
@@ -58,6 +60,54 @@ def plan_split(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -> di
 def has_shared_heads(spec: ModelSpec, num_shards: int) -> bool:
     """Whether there are fewer KV heads than shards, so that several shards keep the same one."""
     return spec.layers[0].num_kv_heads < num_shards
+
+
+def describe_shard(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -> ModelSpec:
+    """One shard's part of a model, as transformers' plan splits it; its attention stays whole where the plan says so.
+
+    Args:
+        spec: of the whole model.
+        modules: of the whole model; they need no memory.
+
+    Raises:
+        UnsupportedError: as `plan_split` does.
+    """
+    if num_shards == 1:
+        return spec
+    plan_split(spec, modules, num_shards)
+    if not _find_kv_projections(_plan_of(modules)):
+        return spec
+    shares = [_share(layer, num_shards) for layer in spec.layers]
+    return replace(
+        spec,
+        layers=tuple(
+            replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            for layer, (num_heads, num_kv_heads) in zip(spec.layers, shares, strict=True)
+        ),
+    )
+
+
+def count_shard_parameters(modules: torch.nn.Module, num_shards: int, num_kv_heads: int) -> dict[str, int]:
+    """Elements of each parameter of a model that one shard holds.
+
+    Args:
+        modules: of the whole model; they need no memory.
+        num_kv_heads: of the whole model; fewer than shards, several shards keep the same one.
+    """
+    plan = _plan_of(modules)
+    counts = {}
+    for name, parameter in modules.named_parameters():
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        module = general.rpartition(".")[0]
+        style = plan.get(general) or plan.get(module) or _WHOLE
+        is_split = "colwise" in style or ("rowwise" in style and parameter.dim() > 1)
+        parts = min(num_shards, num_kv_heads) if module.rpartition(".")[2] in _KV_PROJECTIONS else num_shards
+        counts[name] = -(-parameter.numel() // parts) if is_split else parameter.numel()
+    return counts
+
+
+def _plan_of(modules: torch.nn.Module) -> dict[str, str]:
+    return dict(getattr(modules, "tp_plan", None) or {})
 
 
 def keep_shared_head(model: torch.nn.Module, spec: ModelSpec, shard: ShardInfo) -> None:

@@ -12,6 +12,7 @@ from pagedkv.integration.cli.demo_model import demo_model
 from pagedkv.integration.cli.eval_kv import eval_kv
 from pagedkv.integration.cli.generate import generate
 from pagedkv.integration.cli.install_launcher_shim import install_launcher_shim
+from pagedkv.integration.cli.plan import plan
 from pagedkv.integration.cli.plugins import plugins
 from pagedkv.integration.cli.serve import serve
 from pagedkv.plugin.errors import PagedKVError
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, demo_model, plugins, config, calibrate, eval_kv, install_launcher_shim):
+for command in (serve, generate, demo_model, plan, plugins, config, calibrate, eval_kv, install_launcher_shim):
     app.command()(command)
 
 

@@ -9,7 +9,13 @@ import transformers
 
 from pagedkv.adapters.transformers.checkpoint import build_meta_model, load_model_config
 from pagedkv.adapters.transformers.description import describe_checkpoint
-from pagedkv.adapters.transformers.sharding import check_split, keep_shared_head, plan_split
+from pagedkv.adapters.transformers.sharding import (
+    check_split,
+    count_shard_parameters,
+    describe_shard,
+    keep_shared_head,
+    plan_split,
+)
 from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.errors import UnsupportedError
@@ -71,3 +77,22 @@ def test_attention_that_the_plan_leaves_whole_is_served_with_a_warning(whole, ca
     spec, _ = whole("llama")
     check_split(spec, spec, 2)
     assert "every shard keeps all KV heads" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "projections"), [(1, (1024, 512)), (2, (512, 256)), (4, (256, 256))], ids=["whole", "2", "4"]
+)
+def test_parameters_of_a_shard_are_counted_without_loading(whole, num_shards: int, projections) -> None:
+    spec, modules = whole("llama")
+    counts = count_shard_parameters(modules, num_shards, spec.layers[0].num_kv_heads)
+    attention = "model.layers.1.self_attn"
+    assert (counts[f"{attention}.q_proj.weight"], counts[f"{attention}.k_proj.weight"]) == projections
+    assert counts[f"{attention}.o_proj.weight"] == 1024 // num_shards
+    assert counts["model.layers.1.mlp.down_proj.weight"] == 32 * 48 // num_shards
+    assert counts["model.norm.weight"] == 32
+    assert describe_shard(spec, modules, num_shards).layers[0].num_kv_heads == max(1, 2 // num_shards)
+
+
+def test_a_shard_of_a_model_whose_attention_is_not_split_keeps_all_heads(whole) -> None:
+    spec, modules = whole("phi3")
+    assert describe_shard(spec, modules, 2) == spec

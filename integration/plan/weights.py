@@ -1,0 +1,26 @@
+"""Bytes of a model's weights on one shard, counted over modules on the meta device."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedkv.adapters.transformers.sharding import count_shard_parameters
+from pagedkv.integration.plan.model_facts import ModelFacts
+
+
+def count_weight_bytes(facts: ModelFacts, dtype: torch.dtype, num_shards: int) -> int | None:
+    """Parameters, shared ones once, and buffers; None where the configuration makes no model.
+
+    A quantized checkpoint's projections count at its bits, without their scales.
+    """
+    modules = facts.modules
+    if modules is None:
+        return None
+    counts = count_shard_parameters(modules, num_shards, facts.spec.layers[0].num_kv_heads)
+    num_bits = sum(count * _bits(name, facts, dtype) for name, count in counts.items())
+    return num_bits // 8 + sum(buffer.nbytes for buffer in modules.buffers())
+
+
+def _bits(name: str, facts: ModelFacts, dtype: torch.dtype) -> int:
+    is_projection = "proj" in name and not name.endswith("bias")
+    return facts.weight_bits if facts.weight_bits and is_projection else 8 * dtype.itemsize
