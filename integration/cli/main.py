@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from pagedkv.integration.cli.bench import BenchCommand, bench
 from pagedkv.integration.cli.calibrate import calibrate
 from pagedkv.integration.cli.config import config
 from pagedkv.integration.cli.demo_model import demo_model
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, demo_model, plan, plugins, config, calibrate, eval_kv, install_launcher_shim):
     app.command()(command)
+app.command(cls=BenchCommand)(bench)
 
 
 def run() -> None:

@@ -1,0 +1,1 @@
+"""`pagedkv bench`: our backends and other engines on the same token ids, in one run."""

@@ -1,0 +1,155 @@
+"""What a runner and the benchmark say to each other: JSON, one object a line. Nothing but Python's own library.
+
+    runner → {"info": {"engine": "vllm", "version": "0.32.0", …}}          once, when the engine is ready
+    bench  → {"requests": [{"prompt_ids": [1, 2], "max_new_tokens": 8, "arrival_s": 0.0}, …]}
+    runner → {"seconds": 1.2, "requests": [{"num_tokens": 8, "ttft_s": 0.1, …}, …], "cache": {…}}
+
+An engine that fails ends its process with a traceback on standard error. The end of standard input ends a runner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    prompt_ids: list[int]
+    max_new_tokens: int
+    """Exactly so many are made: an end-of-sequence token ends nothing. The best token is taken each time."""
+    arrival_s: float = 0.0
+    """Seconds after the start at which the engine may know of it."""
+
+
+@dataclass
+class RequestTimes:
+    """What one request saw, in seconds since its arrival."""
+
+    num_tokens: int = 0
+    ttft_s: float = 0.0
+    end_s: float = 0.0
+    """When its last token came."""
+    longest_gap_s: float = 0.0
+    """Between two tokens that follow each other."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose KV was found instead of computed; None where the engine does not tell."""
+
+
+class Recorder:
+    """One repetition: hands requests out when they arrive, and takes down when their tokens come.
+
+    The clock runs from the making of the recorder.
+    """
+
+    def __init__(self, requests: Iterable[RunRequest]) -> None:
+        self.requests = sorted(requests, key=lambda request: request.arrival_s)
+        self.times = [RequestTimes() for _ in self.requests]
+        self._num_arrived = 0
+        self._num_missing = sum(request.max_new_tokens for request in self.requests)
+        self._start_s = time.perf_counter()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request has all its tokens."""
+        return self._num_missing == 0
+
+    @property
+    def now_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    def restart_clock(self) -> None:
+        """For an engine that had something to prepare which is no work of its own, before it took any request."""
+        self._start_s = time.perf_counter()
+
+    def due(self) -> list[int]:
+        """Indices of the requests that have arrived since the last call."""
+        first, now_s = self._num_arrived, self.now_s
+        while self._num_arrived < len(self.requests) and self.requests[self._num_arrived].arrival_s <= now_s:
+            self._num_arrived += 1
+        return list(range(first, self._num_arrived))
+
+    def wait(self) -> None:
+        """Sleeps until the next request arrives; for an engine that has nothing to do."""
+        if self._num_arrived == len(self.requests):
+            raise RuntimeError("the engine has nothing to do, but tokens are missing")
+        time.sleep(max(0.0, self.requests[self._num_arrived].arrival_s - self.now_s))
+
+    def count(self, index: int, num_tokens: int = 1, num_cached_tokens: int | None = None) -> None:
+        """Takes down new tokens of a request.
+
+        Raises:
+            RuntimeError: it has more of them now than were asked for.
+        """
+        if not num_tokens:
+            return
+        times, request = self.times[index], self.requests[index]
+        now_s = self.now_s - request.arrival_s
+        if not times.num_tokens:
+            times.ttft_s, times.num_cached_tokens = now_s, num_cached_tokens
+        else:
+            times.longest_gap_s = max(times.longest_gap_s, now_s - times.end_s)
+        times.end_s = now_s
+        times.num_tokens += num_tokens
+        self._num_missing -= num_tokens
+        if times.num_tokens > request.max_new_tokens:
+            raise RuntimeError(f"a request for {request.max_new_tokens} tokens got {times.num_tokens}")
+
+
+class RunEngine(ABC):
+    """One engine, loaded."""
+
+    info: dict[str, Any]
+    """`engine`, `version`, and what else makes its figures: dtypes, threads."""
+
+    @abstractmethod
+    def run(self, recorder: Recorder) -> dict[str, Any]:
+        """Serves all requests of a repetition, greedily and as fast as it can.
+
+        Returns:
+            What it can tell of its cache: peak_kv_bytes, waste (0..1), peak_running. Empty where it can't.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing that does not end with their process
+        """Ends what it started."""
+
+
+def read_requests(message: dict[str, Any]) -> list[RunRequest]:
+    return [RunRequest(**request) for request in message["requests"]]
+
+
+def run_once(engine: RunEngine, requests: Iterable[RunRequest]) -> dict[str, Any]:
+    """One repetition as the answer that the benchmark gets."""
+    recorder = Recorder(requests)
+    cache = engine.run(recorder)
+    seconds = recorder.now_s
+    return {"seconds": seconds, "requests": [asdict(times) for times in recorder.times], "cache": cache}
+
+
+def serve(load: Callable[[], RunEngine]) -> None:
+    """Loads an engine and serves repetitions until standard input ends."""
+    answers = _take_over_stdout()
+    engine = load()
+    try:
+        _say(answers, {"info": engine.info})
+        for line in sys.stdin:
+            _say(answers, run_once(engine, read_requests(json.loads(line))))
+    finally:
+        engine.close()
+
+
+def _take_over_stdout() -> TextIO:
+    """The real standard output; whatever libraries print goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _say(answers: TextIO, message: dict[str, Any]) -> None:
+    print(json.dumps(message), file=answers, flush=True)
