@@ -106,8 +106,8 @@ def dequantize_groups(
 ) -> torch.Tensor:
     """The float32 numbers of `quantize_groups`: [..., dim]."""
     dim = elements.shape[-1]
-    codes, zeros = (per_group.repeat_interleave(group_size, -1)[..., :dim] for per_group in (codes, zeros))
-    return _dequantize_affine(elements, codes, zeros)
+    zeros, scales = (x.repeat_interleave(group_size, -1)[..., :dim] for x in (zeros.float(), _scales(codes.float())))
+    return (elements.float() + zeros) * scales
 
 
 def quantize_channels(
@@ -143,7 +143,7 @@ def dequantize_channels(
     """The float32 numbers of `quantize_channels`, with any leading dims: [..., block_size, num_heads, dim]."""
     numbers = elements.float()
     numbers[..., 0, :, :] += quarters.float() / _SUBSTEPS
-    return _dequantize_affine(numbers, codes.unsqueeze(-3), zeros.unsqueeze(-3))
+    return (numbers + zeros.float().unsqueeze(-3)) * _scales(codes.float()).unsqueeze(-3)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -222,11 +222,6 @@ def _round_affine(
         return ((x / scales).round() - zeros).clamp(0, _MAX_ELEMENT), zeros
     elements = (x / scales * substeps).round() / substeps - zeros
     return elements.clamp(min=0).minimum(_MAX_ELEMENT + 1 - 1 / substeps), zeros
-
-
-def _dequantize_affine(elements: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """(element + zero) × 2^(code / 8) in float32; codes and zeros broadcast against the elements."""
-    return (elements.float() + zeros.float()) * _scales(codes.float())
 
 
 def _scales(codes: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from pagedkv.kernels.quantization import rotate
 from pagedkv.kernels.reference_storage import (
     allocate_blocks,
     load_blocks,
@@ -64,6 +65,15 @@ class ReferenceKernels:
     def attend(
         self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
+        if not storage.spec.kv_dtype.has_rotated_values:
+            return self._attend(q, storage, metadata, options)
+        # A weighted sum of rotated values is the rotated sum of values: one row to rotate back, not all of the context.
+        return rotate(self._attend(q.float(), storage, metadata, options)).to(q.dtype)
+
+    def _attend(
+        self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Attention over the values as they lie in blocks."""
         out = q.new_zeros(q.shape[0], q.shape[1], storage.spec.v_head_dim)
         seq_lens: list[int] = metadata.seq_lens.tolist()
         query_starts: list[int] = metadata.cu_seqlens_q.tolist()
@@ -92,7 +102,7 @@ class ReferenceKernels:
         block_size = storage.spec.block_size
         blocks, places = torch.unique(slots // block_size, return_inverse=True)
         k, v = (numbers[places, slots % block_size].float() for numbers in load_blocks(storage, blocks))
-        return k, v
+        return k, rotate(v) if storage.spec.kv_dtype.has_rotated_values else v
 
 
 def _first_visible(position: int, sliding_window: int | None) -> int:

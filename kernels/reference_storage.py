@@ -98,10 +98,10 @@ def store_slots(storage: KVStorage, slots: torch.Tensor, k: torch.Tensor, v: tor
 def load_blocks(storage: KVStorage, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers in blocks: [...] int64, as k: [..., block_size, num_kv_heads, head_dim] and v, with v_head_dim.
 
-    Float32, but for unquantized KV dtypes, which stay as they are.
+    Float32, but for unquantized KV dtypes, which stay as they are. Values that lie rotated are not rotated back.
     """
     k, v = (_load_side(storage, blocks, *side) for side in _sides(storage.spec))
-    return k, rotate(v) if storage.spec.kv_dtype.has_rotated_values else v
+    return k, v
 
 
 def _sides(spec: KVCacheSpec) -> tuple[tuple[str, int, ScaleGranularity], ...]:
