@@ -85,7 +85,7 @@ class EngineProcess:
             raise EngineFailedError(f"{spec.name} can't be started: {spec.command[0]}: {error.strerror}") from error
         try:
             self.info: Mapping[str, Any] = self._receive("was not ready")["info"]
-            self._signal(signal.SIGSTOP)
+            self._stop()
         except BaseException:
             self.close()
             raise
@@ -108,7 +108,7 @@ class EngineProcess:
             self._process.stdin.write(message.encode() + b"\n")
             self._process.stdin.flush()
         answer = self._receive("was not done")
-        self._signal(signal.SIGSTOP)
+        self._stop()
         times = [RequestTimes(**one) for one in answer["requests"]]
         wanted = [request.max_new_tokens for request in sorted(requests, key=lambda request: request.arrival_s)]
         made = [one.num_tokens for one in times]
@@ -152,6 +152,11 @@ class EngineProcess:
     def _failure(self, what: str) -> EngineFailedError:
         tail = self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARS:].strip()
         return EngineFailedError(f"{self.name} {what}; its standard error ends with:\n{tail or '(nothing)'}")
+
+    def _stop(self) -> None:
+        """Stops it, and returns once it stands still (or has ended)."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

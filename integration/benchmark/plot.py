@@ -38,10 +38,10 @@ def draw(report: Report) -> Any:
 
 def _draw_workload(axes: Any, workload: str, seconds: dict[str, tuple[float, ...]]) -> None:
     medians = [median(values) for values in seconds.values()]
-    bars = axes.barh(list(seconds), medians, color=[f"C{index}" for index in range(len(seconds))], alpha=0.8)
-    axes.bar_label(bars, labels=[f" {value:.2f}" for value in medians], fontsize=8)
-    for place, values in enumerate(seconds.values()):
+    axes.barh(list(seconds), medians, color=[f"C{index}" for index in range(len(seconds))], alpha=0.8)
+    for place, (middle, values) in enumerate(zip(medians, seconds.values(), strict=True)):
         axes.plot(values, [place] * len(values), ".", color="0.2", markersize=4)
+        axes.text(max(values), place, f"  {middle:.2f}", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_title(workload, fontsize=10)
     axes.set_xlim(0, 1.2 * max(max(values) for values in seconds.values()))

@@ -3,51 +3,98 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import asdict
 from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from pagedkv.integration.benchmark.journal import Journal
 from pagedkv.integration.benchmark.machine import describe_machine
 from pagedkv.integration.benchmark.planning import Plan, Wishes
 from pagedkv.integration.benchmark.report import Report
-from pagedkv.integration.benchmark.suite import run_bouts
-from pagedkv.integration.benchmark.summary import summarize
+from pagedkv.integration.benchmark.suite import count_calls, run_bouts
+from pagedkv.integration.benchmark.summary import Figures, summarize
 
 _LIBRARIES = ("pagedkv", "torch", "transformers")
 
 
-def run_benchmark(wishes: Wishes, plan: Plan) -> Report:
-    """Runs a plan, with a progress bar on standard error. Raises EngineFailedError."""
+class _Progress:
+    """A bar on standard error that says what is going on."""
+
+    def __init__(self, num_calls: int) -> None:
+        self._bar = tqdm(total=num_calls, unit="run")
+        self._has_begun = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._has_begun:
+            self._bar.update(1)
+        self._bar.close()
+
+    def show(self, engine: str, what: str) -> None:
+        # Called before something begins, which ends what was before it.
+        self._bar.update(1 if self._has_begun else 0)
+        self._has_begun = True
+        self._bar.set_description(f"{engine}: {what}")
+
+
+def run_benchmark(wishes: Wishes, plan: Plan, journal_file: Path | None = None) -> Report:
+    """Runs a plan, with a progress bar on standard error.
+
+    Args:
+        journal_file: what it has is not run again.
+
+    Raises:
+        ConfigError: the journal is of another run.
+        EngineFailedError: an engine failed.
+    """
+    settings = describe_settings(wishes, plan)
+    machine = describe_machine()
+    versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    run = {"machine": asdict(machine), "versions": versions, "settings": settings, "bouts": _describe_bouts(plan)}
+    journal = Journal(journal_file, run)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    num_runs = sum(bout.num_runs(wishes.num_repetitions) for bout in plan.bouts)
-    with tqdm(total=num_runs, unit="run") as bar:
-        is_first = True
-
-        def show(engine: str, what: str) -> None:
-            nonlocal is_first
-            bar.update(0 if is_first else 1)
-            is_first = False
-            bar.set_description(f"{engine}: {what}")
-
-        results = run_bouts(plan.bouts, plan.settings, show)
-        bar.update(1)
+    with _Progress(count_calls(plan.bouts, plan.settings, journal)) as progress:
+        run_bouts(plan.bouts, plan.settings, journal, progress.show)
     return Report(
         model=wishes.model.name,
         started=started,
-        machine=describe_machine(),
-        versions={name: importlib.metadata.version(name) for name in _LIBRARIES},
-        settings={
-            "repetitions": wishes.num_repetitions,
-            "seed": wishes.seed,
-            "scale": wishes.scale,
-            "arrivals": wishes.arrivals.describe(),
-            "dtype": plan.dtype,
-            "kv_memory": wishes.kv_memory,
-        },
+        machine=machine,
+        versions=versions,
+        settings={"repetitions": wishes.num_repetitions, **settings},
         shapes={shape.name: shape.describe() for shape in plan.shapes},
-        engines=results.engines,
-        workloads={
-            workload: {name: summarize(repetitions) for name, repetitions in of_workload.items()}
-            for workload, of_workload in results.repetitions.items()
-        },
+        engines=journal.engines,
+        workloads=_summarize_all(plan, journal),
     )
+
+
+def describe_settings(wishes: Wishes, plan: Plan) -> dict[str, Any]:
+    return {
+        "seed": wishes.seed,
+        "scale": wishes.scale,
+        "arrivals": wishes.arrivals.describe(),
+        "dtype": plan.dtype,
+        "kv_memory": wishes.kv_memory,
+    }
+
+
+def _describe_bouts(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {"workloads": [shape.name for shape in bout.shapes], "commands": [list(spec.command) for spec in bout.engines]}
+        for bout in plan.bouts
+    ]
+
+
+def _summarize_all(plan: Plan, journal: Journal) -> dict[str, dict[str, Figures]]:
+    summaries: dict[str, dict[str, Figures]] = {}
+    for bout in plan.bouts:
+        for shape in bout.shapes:
+            of_workload = summaries.setdefault(shape.name, {})
+            for spec in bout.engines:
+                found = (journal.find(shape.name, spec.name, n) for n in range(plan.settings.num_repetitions))
+                of_workload[spec.name] = summarize([repetition for repetition in found if repetition is not None])
+    return summaries

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pagedkv.integration.benchmark.engine_process import EngineProcess, EngineSpec, Repetition
+from pagedkv.integration.benchmark.engine_process import EngineProcess, EngineSpec
+from pagedkv.integration.benchmark.journal import Journal
 from pagedkv.integration.benchmark.workloads import ALL_AT_ONCE, Arrivals, Shape, draw_warmup, draw_workload
 
 OnRun = Callable[[str, str], None]
-"""Called with engine and what it does, before it does it."""
+"""Called with an engine and what it does, before it does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,6 @@ class Bout:
 
     shapes: Sequence[Shape]
     engines: Sequence[EngineSpec]
-
-    def num_runs(self, num_repetitions: int) -> int:
-        """Calls of `OnRun`: a start and a warm-up each, and every repetition."""
-        return len(self.engines) * (2 + len(self.shapes) * num_repetitions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,50 +33,62 @@ class RunSettings:
     timeout_s: float = 1800.0
 
 
-@dataclass
-class Results:
-    """By workload and engine, in the order of the first runs."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One engine on one workload, once."""
 
-    repetitions: dict[str, dict[str, list[Repetition]]]
-    engines: dict[str, dict[str, Any]]
-    """What each engine says of itself."""
-
-    def add(self, workload: str, engine: str, repetition: Repetition) -> None:
-        self.repetitions.setdefault(workload, {}).setdefault(engine, []).append(repetition)
+    shape: Shape
+    engine: str
+    number: int
 
 
-def run_bouts(bouts: Sequence[Bout], settings: RunSettings, on_run: OnRun) -> Results:
-    """Runs everything. Of the engines one at a time computes, the others are stopped.
+def run_bouts(bouts: Sequence[Bout], settings: RunSettings, journal: Journal, on_run: OnRun) -> None:
+    """Runs whatever the journal does not have. Of the engines one at a time computes, the others are stopped.
 
     Raises:
         EngineFailedError: an engine did not start, ended, or made too few tokens.
     """
-    results = Results({}, {})
     with tempfile.TemporaryDirectory(prefix="pagedkv-bench-") as folder:
         for bout in bouts:
-            _run_bout(bout, settings, results, on_run, Path(folder))
-    return results
+            _run_bout(bout, settings, journal, on_run, Path(folder))
 
 
-def _run_bout(bout: Bout, settings: RunSettings, results: Results, on_run: OnRun, folder: Path) -> None:
+def count_calls(bouts: Sequence[Bout], settings: RunSettings, journal: Journal) -> int:
+    """How often `run_bouts` will call `on_run`: for each engine's start and warm-up, and for each repetition."""
+    jobs = [list(_find_jobs(bout, settings, journal)) for bout in bouts]
+    return sum(len(of_bout) + 2 * len({job.engine for job in of_bout}) for of_bout in jobs)
+
+
+def _run_bout(bout: Bout, settings: RunSettings, journal: Journal, on_run: OnRun, folder: Path) -> None:
+    jobs = list(_find_jobs(bout, settings, journal))
+    wanted = {job.engine for job in jobs}
     with ExitStack() as stack:
-        engines = []
+        engines: dict[str, EngineProcess] = {}
         for spec in bout.engines:
-            on_run(spec.name, "loads")
-            engines.append(stack.enter_context(EngineProcess(spec, folder, settings.timeout_s)))
+            if spec.name in wanted:
+                on_run(spec.name, "loads")
+                engine = stack.enter_context(EngineProcess(spec, folder, settings.timeout_s))
+                engines[spec.name] = engine
+                journal.add_engine(spec.name, engine.info)
         warmup = draw_warmup(bout.shapes, settings.plain_tokens, settings.seed)
-        for engine in engines:
-            results.engines.setdefault(engine.name, dict(engine.info))
+        for engine in engines.values():
             on_run(engine.name, "warms up")
             engine.run(warmup)
-        for number in range(settings.num_repetitions):
-            for shape in bout.shapes:
-                requests = draw_workload(shape, settings.arrivals, settings.plain_tokens, settings.seed, number)
-                for engine in _rotate(engines, number):
-                    on_run(engine.name, shape.name)
-                    results.add(shape.name, engine.name, engine.run(requests))
+        for job in jobs:
+            on_run(job.engine, job.shape.name)
+            requests = draw_workload(job.shape, settings.arrivals, settings.plain_tokens, settings.seed, job.number)
+            journal.add(job.shape.name, job.engine, job.number, engines[job.engine].run(requests))
 
 
-def _rotate(engines: Sequence[EngineProcess], number: int) -> Iterator[EngineProcess]:
-    """Each repetition another engine begins, so that none always runs behind the same one."""
-    return (engines[(index + number) % len(engines)] for index in range(len(engines)))
+def _find_jobs(bout: Bout, settings: RunSettings, journal: Journal) -> Iterator[_Job]:
+    """What the journal does not have yet, in the order in which it is to run.
+
+    Each repetition another engine begins, so that none always runs behind the same one.
+    """
+    names = [spec.name for spec in bout.engines]
+    for number in range(settings.num_repetitions):
+        for shape in bout.shapes:
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                if journal.find(shape.name, name, number) is None:
+                    yield _Job(shape, name, number)

@@ -79,6 +79,10 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw the seconds into this file (png, svg, pdf).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with tables and picture.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables in Markdown.")] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="Remember each repetition in this file: a run that was interrupted goes on there."),
+    ] = None,
     config: ConfigFile = None,
     settings: Settings = None,
     json_file: Annotated[
@@ -95,7 +99,7 @@ def bench(
 
     if plot or html:
         require_matplotlib()
-    _require_places([plot, html, markdown, None if json_file in (None, STDOUT) else Path(str(json_file))])
+    _require_places([plot, html, markdown, journal, None if json_file in (None, STDOUT) else Path(str(json_file))])
     wishes = Wishes(
         model=model or ensure_demo_model(),
         workloads=split_names(workload) or ["short", "mixed", "prefix"],
@@ -112,7 +116,7 @@ def bench(
         scale=scale,
         timeout_s=timeout,
     )
-    report = run_benchmark(wishes, make_plan(wishes))
+    report = run_benchmark(wishes, make_plan(wishes), journal)
     _write(report, plot, html, markdown, json_file)
 
 

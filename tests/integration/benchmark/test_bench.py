@@ -16,7 +16,7 @@ from pagedkv.plugin.errors import ConfigError
 
 Command = Callable[..., Any]
 
-QUICK = ("--scale", 1 / 64, "--kv-memory", "1MiB", "--set", "scheduler.max_step_tokens=64")
+QUICK = ("--scale", 1 / 64, "--kv-memory", "1MiB", "--set", "scheduler.max_step_tokens=256")
 
 
 def test_backends_and_peers_run_side_by_side(
@@ -85,7 +85,7 @@ def test_peer_that_fails_ends_the_run_with_its_last_words(pagedkv: Command, tiny
     ("flags", "message"),
     [
         (("--workload", "chat"), "there is no workload 'chat'"),
-        (("--workload", "short"), "was made for 256"),
+        (("--workload", "short,long"), "was made for 256"),
         (("--backend", "padded", *QUICK), "padded"),
         (("--through", "http", *QUICK), "--through takes process or grpc"),
         (("--peer", "vllm", *QUICK), "--peer vllm=PATH/bin/python"),
