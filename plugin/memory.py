@@ -134,7 +134,7 @@ def parse_bytes(text: str, what: str) -> int:
         raise ConfigError(f'{what} is a size, as in "80GiB"; found {text!r}') from None
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: float) -> str:
     """As people read it: 97.66 KiB, 4 GiB."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):

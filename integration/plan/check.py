@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,10 @@ from pagedkv.integration.plan.traffic import Traffic
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import Backend, WarmupLimits
+from pagedkv.plugin.memory import DeviceMemory, read_device_memory
 from pagedkv.plugin.registry import BACKENDS, find_plugin
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
+from pagedkv.plugin.resolved_config import MemoryFraction
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,14 +83,16 @@ def check_plan(written: Config) -> CheckResult:
     """
     if written.backend not in ("paged", "contiguous"):
         raise UnsupportedError(f"the plan knows the backends paged and contiguous, not {written.backend}")
-    plan = Plan(written, PlanRequest(Traffic(1, 1)))
-    device = plan.config.device
-    before = count_tensor_bytes(device)
-    backend = find_plugin(BACKENDS, written.backend).create(plan.config)
+    config = Plan(written, PlanRequest(Traffic(1, 1))).config
+    before = count_tensor_bytes(config.device)
+    backend = find_plugin(BACKENDS, written.backend).create(config)
     try:
-        loaded = count_tensor_bytes(device)
+        loaded = count_tensor_bytes(config.device)
+        # Read as late as the engine does: other programs take memory and give it back while a model is loaded.
+        memory = _memory_before(config.device, loaded - before)
         capacity = backend.warmup(WarmupLimits())
-        pool_bytes = count_tensor_bytes(device) - loaded
+        plan = Plan(written, PlanRequest(Traffic(1, 1), memory=memory))
+        pool_bytes = count_tensor_bytes(config.device) - loaded
         comparisons = [
             Comparison("weights, bytes", plan.budget.weight_bytes, loaded - before, "tensors alive after loading"),
             *_compare_cache(plan, backend, capacity.num_blocks, capacity.max_cache_tokens, pool_bytes),
@@ -99,15 +103,33 @@ def check_plan(written: Config) -> CheckResult:
     return CheckResult(_title(plan, backend), comparisons, list(_remarks(plan)))
 
 
+def _memory_before(device: torch.device, loaded_bytes: int) -> DeviceMemory:
+    """Of a device on which so many bytes were just loaded."""
+    now = read_device_memory(device)
+    return replace(now, free_bytes=now.free_bytes + loaded_bytes)
+
+
 def count_tensor_bytes(device: torch.device) -> int:
-    """Of all tensors alive in this process on a device, each storage once."""
+    """What all tensors alive in this process on a device span, each storage once.
+
+    Memory of a storage before the first and after the last tensor, as kernels ask for to begin at a large page, is
+    address space that nobody touches.
+    """
     gc.collect()
-    storages = {}
+    spans: dict[int, tuple[int, int]] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type:
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type and thing.numel():
+            key, (start, end) = thing.untyped_storage()._cdata, _span(thing)
+            first, last = spans.get(key, (start, end))
+            spans[key] = min(first, start), max(last, end)
+    return sum(end - start for start, end in spans.values())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte, the last not included, of a strided tensor in its storage."""
+    start = tensor.storage_offset()
+    end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, end * tensor.itemsize
 
 
 def _compare_cache(plan: Plan, backend: Backend, num_blocks: int, num_tokens: int, pool_bytes: int) -> list[Comparison]:
@@ -139,19 +161,25 @@ def _compare_request(plan: Plan, backend: Backend) -> Comparison:
         return Comparison("KV of a request, bytes", planned, _run_request(backend, None), "blocks in use while it ran")
     planned = min(config.max_total_tokens, plan.contiguous.num_tokens) * contiguous_bytes_per_token(config, plan.shard)
     found = _run_request(backend, config.device)
-    return Comparison("KV of a request, bytes", planned, found, "tensors alive while it ran, less before")
+    return Comparison("KV of a request, bytes", planned, found, "tensors alive after its first step, less before")
 
 
 def _run_request(backend: Backend, device: torch.device | None) -> int:
-    """Bytes of tensors on `device` beside those before; as the backend's statistics have it where that is None."""
+    """Runs a request to its end.
+
+    Returns:
+        Bytes of tensors on `device` that its first step left; the most that the backend's statistics had in use where
+        that is None.
+    """
     before = count_tensor_bytes(device) if device else 0
     params = SamplingParams(max_new_tokens=REQUEST.output_tokens, ignore_eos=True)
     backend.add([Request(RequestId(0), [1] * REQUEST.prompt_tokens, params)])
-    most = 0
+    backend.step()
+    most = count_tensor_bytes(device) - before if device else 0
     while backend.has_unfinished():
+        if not device:
+            most = max(most, backend.stats().kv_bytes_reserved)
         backend.step()
-        held = count_tensor_bytes(device) - before if device else backend.stats().kv_bytes_reserved
-        most = max(most, held)
     return most
 
 
@@ -170,6 +198,8 @@ def _remarks(plan: Plan) -> list[str]:
             "Activations, graphs and workspace are not compared: on a CPU the engine measures none and sizes no pool "
             "by them."
         )
+        if isinstance(plan.config.cache.budget, MemoryFraction):
+            remarks.append("Free memory moves with other programs: with a cache.memory of your own blocks are exact.")
     else:
         remarks.append("Activations, graphs and workspace are compared through the blocks that they leave.")
     if plan.config.backend == "contiguous":

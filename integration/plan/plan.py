@@ -18,6 +18,7 @@ from pagedkv.integration.plan.weights import count_weight_bytes
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError, PagedKVError, UnsupportedError
 from pagedkv.plugin.kv_dtypes import KVDtype, find_kv_dtype, known_kv_dtypes
+from pagedkv.plugin.memory import DeviceMemory
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.registry import KERNELS, find_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config
@@ -32,6 +33,8 @@ class PlanRequest:
     traffic: Traffic
     device_memory_bytes: int | None = None
     """Of one device; None is this machine's."""
+    memory: DeviceMemory | None = None
+    """This machine's before the model is loaded, where it is known better than by reading it now."""
     num_devices: int = 1
     """Over which one model is split."""
     workspace_bytes: int | None = None
@@ -87,7 +90,7 @@ class Plan:
                 f"{request.traffic.prompt_tokens} prompt and {request.traffic.output_tokens} output tokens exceed the "
                 f"limit of {self.config.max_total_tokens} tokens together"
             )
-        self._memory = find_memory(self.config.device, request.device_memory_bytes)
+        self._memory = request.memory or find_memory(self.config.device, request.device_memory_bytes)
         self.budget: Budget = self.budget_of(request.num_devices, self.config)
         self.holding: Holding = hold_paged(self.budget, self.config, request.traffic)
 
