@@ -88,7 +88,7 @@ def describe_shard(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -
 
 
 def count_shard_parameters(modules: torch.nn.Module, num_shards: int, num_kv_heads: int) -> dict[str, int]:
-    """Elements of each parameter of a model that one shard holds.
+    """Elements of each parameter of a model that the first shard holds, which has the most where they don't divide.
 
     Args:
         modules: of the whole model; they need no memory.
@@ -100,10 +100,22 @@ def count_shard_parameters(modules: torch.nn.Module, num_shards: int, num_kv_hea
         general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = general.rpartition(".")[0]
         style = plan.get(general) or plan.get(module) or _WHOLE
-        is_split = "colwise" in style or ("rowwise" in style and parameter.dim() > 1)
         parts = min(num_shards, num_kv_heads) if module.rpartition(".")[2] in _KV_PROJECTIONS else num_shards
-        counts[name] = -(-parameter.numel() // parts) if is_split else parameter.numel()
+        dim = _split_dim(style, parameter.dim())
+        counts[name] = parameter.numel()
+        if dim is not None:
+            size = parameter.shape[dim]
+            counts[name] = parameter.numel() // size * -(-size // parts)
     return counts
+
+
+def _split_dim(style: str, num_dims: int) -> int | None:
+    """Weights are [out, in], those of experts [experts, out, in], of embeddings [rows, columns]."""
+    if style.startswith("embedding"):
+        return 0 if "rowwise" in style else 1
+    if "colwise" in style:
+        return max(0, num_dims - 2)
+    return num_dims - 1 if "rowwise" in style and num_dims > 1 else None
 
 
 def _plan_of(modules: torch.nn.Module) -> dict[str, str]:

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pagedkv.adapters.transformers.contiguous_backend import ContiguousBackend
 from pagedkv.adapters.transformers.paged_model import TransformersModel
+from pagedkv.integration.plan.model_facts import read_model
+from pagedkv.integration.plan.weights import count_weight_bytes
 from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.conformance.shards import run_shards
@@ -88,14 +90,26 @@ def generate(path: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, Any]:
     backend.check_integrity()
     stats = dict(backend.stats())
     kv_bytes = sum(storage.num_bytes for storage in backend._executor._storage)
+    weight_bytes = sum(tensor.nbytes for tensor in map(_local, backend._model._model.parameters()))
+    weight_bytes += sum(buffer.nbytes for buffer in backend._model._model.buffers())
     num_kv_heads = {layer.num_kv_heads for layer in backend.info.model.layers}
     backend.close()
     return {
         "tokens": [tokens[index] for index in range(num_prompts)],
         "stats": stats,
         "kv_bytes": kv_bytes,
+        "weight_bytes": weight_bytes,
         "num_kv_heads": sorted(num_kv_heads),
     }
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def plan_weights(path: Path, num_shards: int) -> int | None:
+    facts = read_model(parse_config({"model": {"path": str(path)}}))
+    return count_weight_bytes(facts, torch.float32, num_shards)
 
 
 def refuse(path: Path) -> list[str]:
@@ -124,7 +138,11 @@ def main(folder: Path, smollm2: Path) -> None:
     }
     alone = {"halves": generate(halves), "shared": generate(shared, 4), "thirds": generate(thirds, 4)}
     shards = {name: [asdict(outcome) for outcome in outcomes] for name, outcomes in split.items()}
-    json.dump({"alone": alone, "shards": shards}, sys.stdout)
+    planned = {
+        name: plan_weights(path, len(split[name]))
+        for name, path in (("halves", halves), ("shared", shared), ("thirds", thirds))
+    }
+    json.dump({"alone": alone, "shards": shards, "planned": planned}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,12 @@ def test_each_of_two_shards_holds_half_of_the_kv_heads_and_bytes(outputs) -> Non
     assert [shard["kv_bytes"] * 2 for shard in shards] == [alone["kv_bytes"]] * 2
 
 
+@pytest.mark.parametrize("name", ["halves", "shared", "thirds"])
+def test_the_largest_shard_holds_the_weights_that_a_plan_counts(outputs, name: str) -> None:
+    _, shards = _results(outputs, name)
+    assert max(shard["weight_bytes"] for shard in shards) == outputs["planned"][name]
+
+
 def test_shards_beyond_the_number_of_kv_heads_keep_one_each_and_share_it(outputs) -> None:
     alone, shards = _results(outputs, "shared")
     assert alone["num_kv_heads"] == [2]

@@ -38,9 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "arguments",
     [
         ("--kv-dtype", "bf16"),
-        ("--kv-dtype", "int8"),
-        ("--set", "cache.num_blocks=5000"),
-        ("--backend", "contiguous"),
+        ("--kv-dtype", "int8", "--set", "cache.num_blocks=5000"),
         ("--backend", "contiguous", "--set", "cache.overcommit=2"),
     ],
 )
