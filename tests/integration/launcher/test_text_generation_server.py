@@ -5,62 +5,31 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import torch
 from google.protobuf import json_format
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
-from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.cli.install_launcher_shim import write_shim
 from pagedkv.integration.text_generation_server import ServeFlags, configure, read_shard
 from pagedkv.integration.weights import ensure_weights
 from pagedkv.plugin.errors import ConfigError
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 TRACES = ("01_greedy_single", "04_filter_batch", "06b_stop_multi_token")
-LAUNCHER_ENVIRONMENT = {
-    "CUDA_MEMORY_FRACTION": "1.0",
-    "MAX_TOTAL_TOKENS": "2048",
-    "MAX_BATCH_SIZE": "16",
-    "CUDA_GRAPHS": "0",
-    "REQUEST_LOGPROBS": "1",
-}
-CONFIG_FILE = """
-[model]
-dtype = "float32"
-device = "cpu"
-
-[cache]
-num_blocks = 192
-
-[scheduler]
-max_step_tokens = 512
-"""
 FLAGS = ServeFlags(model_id="some/model", uds_path="socket")
 CALL_TIMEOUT_S = 60
 NUM_RUNNING = 10
-
-
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shim(tmp_path_factory.mktemp("shim"), sys.executable)
 
 
 class TestConfig:
@@ -204,104 +173,10 @@ class TestShim:
         assert "Traceback" not in done.stderr
 
 
-@dataclass
-class Shard:
-    """A server process as the launcher sees it."""
-
-    process: subprocess.Popen[str]
-    socket_path: Path
-    errors: Path
-    """Its standard error."""
-    lines: list[str]
-    """Its standard output so far."""
-    stub: Any
-
-    def call(self, method: str, request: Any) -> Any:
-        return getattr(self.stub, method)(request, timeout=CALL_TIMEOUT_S)
-
-    def replay(self, call: dict[str, Any]) -> Any:
-        request = json_format.ParseDict(call["request"], getattr(pb, f"{call['method']}Request")())
-        return self.call(call["method"], request)
-
-    def prefill(self, request_id: int, text: str, max_new_tokens: int) -> Any:
-        request = _request(request_id, text, max_new_tokens)
-        return self.call("Prefill", pb.PrefillRequest(batch=pb.Batch(id=request_id, requests=[request], size=1)))
-
-    def health_fault(self) -> str:
-        try:
-            self.call("Health", pb.HealthRequest())
-        except grpc.RpcError as error:
-            return error.details()
-        return ""
-
-    def code_of(self, call: Callable[[], object]) -> grpc.StatusCode:
-        with pytest.raises(grpc.RpcError) as caught:
-            call()
-        return caught.value.code()
-
-
-def _request(request_id: int, text: str, max_new_tokens: int) -> pb.Request:
-    return pb.Request(
-        id=request_id,
-        inputs=text,
-        truncate=2048,
-        add_special_tokens=True,
-        parameters=pb.NextTokenChooserParameters(temperature=1, top_p=1, typical_p=1),
-        stopping_parameters=pb.StoppingCriteriaParameters(max_new_tokens=max_new_tokens, ignore_eos_token=True),
-    )
-
-
-@contextmanager
-def launched(shim: Path, model: Path, folder: Path, num_shards: int = 1) -> Iterator[list[Shard]]:
-    """Starts shards with the launcher's arguments and environment, and waits for their sockets as it does."""
-    (folder / "pagedkv.toml").write_text(CONFIG_FILE)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with ExitStack() as stack:
-        starts = [_start(stack, shim, model, folder, rank, num_shards, port) for rank in range(num_shards)]
-        yield [_connect(stack, *start) for start in starts]
-
-
-def _start(
-    stack: ExitStack, shim: Path, model: Path, folder: Path, rank: int, num_shards: int, port: int
-) -> tuple[subprocess.Popen[str], Path, Path, list[str]]:
-    """Returns the process, its socket-to-be, its standard error and the lines of its standard output."""
-    command = [shim, "serve", str(model), "--uds-path", str(folder / "tgi"), "--logger-level", "INFO", "--json-output"]
-    shard = {"RANK": str(rank), "WORLD_SIZE": str(num_shards), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    errors = folder / f"stderr-{rank}"
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *(["--sharded"] if num_shards > 1 else []), "--otlp-service-name", "tgi.server"],
-            env={**os.environ, **LAUNCHER_ENVIRONMENT, **shard, "PAGEDKV_CONFIG": str(folder / "pagedkv.toml")},
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-        )
-    assert process.stdout is not None
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
-    reader.start()
-    for end in (process.stdout.close, reader.join, process.wait, process.kill):
-        stack.callback(end)
-    return process, folder / f"tgi-{rank}", errors, lines
-
-
-def _connect(
-    stack: ExitStack, process: subprocess.Popen[str], socket_path: Path, errors: Path, lines: list[str]
-) -> Shard:
-    while not socket_path.exists():
-        assert process.poll() is None, errors.read_text()
-        time.sleep(0.05)
-    channel = stack.enter_context(grpc.insecure_channel(f"unix:{socket_path}"))
-    grpc.channel_ready_future(channel).result(CALL_TIMEOUT_S)
-    return Shard(process, socket_path, errors, lines, TextGenerationServiceStub(channel))
-
-
 def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
-    shim: Path, demo_model: Path, tmp_path: Path
+    launched: Callable[..., Any], demo_model: Path
 ) -> None:
-    with launched(shim, demo_model, tmp_path) as (shard,):
+    with launched(demo_model, {}) as (shard,):
         assert stat.S_IMODE(shard.socket_path.stat().st_mode) == 0o600
         assert shard.health_fault() == "the server is not warmed up yet"
         _start_as_a_router_does(shard)
@@ -318,7 +193,7 @@ def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
     assert any("resolved config" in record["text"] for record in records)
 
 
-def _start_as_a_router_does(shard: Shard) -> None:
+def _start_as_a_router_does(shard: Any) -> None:
     assert list(shard.call("ServiceDiscovery", pb.ServiceDiscoveryRequest()).urls) == [f"unix://{shard.socket_path}"]
     shard.call("ClearCache", pb.ClearCacheRequest())
     info = shard.call("Info", pb.InfoRequest())
@@ -331,7 +206,7 @@ def _start_as_a_router_does(shard: Shard) -> None:
     shard.call("Health", pb.HealthRequest())
 
 
-def _check_trace(shard: Shard, trace: str) -> None:
+def _check_trace(shard: Any, trace: str) -> None:
     for call in json.loads((GOLDEN / f"{trace}.json").read_text(encoding="utf-8"))["calls"]:
         found = shard.replay(call)
         if call["method"] in ("Prefill", "Decode"):
@@ -341,7 +216,7 @@ def _check_trace(shard: Shard, trace: str) -> None:
     shard.call("ClearCache", pb.ClearCacheRequest())
 
 
-def _check_that_faulty_requests_hurt_no_one(shard: Shard) -> None:
+def _check_that_faulty_requests_hurt_no_one(shard: Any) -> None:
     running = shard.prefill(1, "The capital of France is", 4)
     invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
     assert shard.code_of(lambda: shard.prefill(2, "", 4)) == invalid
@@ -355,7 +230,7 @@ def _check_that_faulty_requests_hurt_no_one(shard: Shard) -> None:
     assert running.generations[0].generated_text.text == " Paris.\n\n"
 
 
-def _check_that_a_client_s_end_ends_its_stream(shard: Shard) -> None:
+def _check_that_a_client_s_end_ends_its_stream(shard: Any) -> None:
     response = shard.prefill(3, "Once upon a time", 900)
     for _ in range(4):
         response = shard.call("Decode", pb.DecodeRequest(batches=[response.batch]))
@@ -365,7 +240,7 @@ def _check_that_a_client_s_end_ends_its_stream(shard: Shard) -> None:
     assert time.monotonic() - ended_s < 1
 
 
-def _check_drain(shard: Shard) -> None:
+def _check_drain(shard: Any) -> None:
     """SIGTERM with requests running: health flips, new work is refused, running work finishes."""
     batches = [shard.prefill(i, f"Story number {i}:", 4).batch for i in range(NUM_RUNNING)]
     shard.process.send_signal(signal.SIGTERM)
@@ -382,52 +257,3 @@ def _check_drain(shard: Shard) -> None:
         num_tokens += len(response.generations)
     assert num_tokens == NUM_RUNNING * 4
     assert sum(generation.HasField("generated_text") for generation in response.generations) == NUM_RUNNING
-
-
-@pytest.fixture(scope="module")
-def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of 4 query and 2 KV heads, which two shards can divide; random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        initializer_range=0.5,
-    )
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / name, directory / name)
-    return directory
-
-
-def test_launcher_s_two_shards_answer_each_for_its_part_and_end_in_order(
-    shim: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    with launched(shim, tiny_model, tmp_path, num_shards=2) as shards, ThreadPoolExecutor(2) as threads:
-
-        def call_all(method: str, request: Any) -> list[Any]:
-            return list(threads.map(lambda shard: shard.call(method, request), shards))
-
-        urls = [f"unix://{shard.socket_path}" for shard in shards]
-        assert list(shards[0].call("ServiceDiscovery", pb.ServiceDiscoveryRequest()).urls) == urls
-        warmups = call_all("Warmup", pb.WarmupRequest(max_prefill_tokens=64))
-        assert warmups[0] == warmups[1]
-        requests = [_request(request_id, f"Story number {request_id}:", 3) for request_id in range(5)]
-        answers = call_all("Prefill", pb.PrefillRequest(batch=pb.Batch(id=1, requests=requests, size=5)))
-        for _ in range(2):
-            assert answers[0].batch == answers[1].batch
-            assert [[g.request_id for g in answer.generations] for answer in answers] == [[0, 2, 4], [1, 3]]
-            answers = call_all("Decode", pb.DecodeRequest(batches=[answers[0].batch]))
-        assert all(g.generated_text.generated_tokens == 3 for answer in answers for g in answer.generations)
-        assert not any(answer.HasField("batch") for answer in answers)
-        for shard in shards:
-            shard.process.send_signal(signal.SIGTERM)
-        assert [shard.process.wait(CALL_TIMEOUT_S) for shard in shards] == [0, 0]
