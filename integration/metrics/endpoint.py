@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 PATH = "/metrics"
 _CLIENT_TIMEOUT_S = 10.0
 _MAX_PORT = 65535
+_POLL_S = 0.1
+"""How often it looks whether it is to end."""
 
 
 class MetricsEndpoint:
@@ -52,7 +54,9 @@ class MetricsEndpoint:
                 '(--metrics-listen) to another address, or to "" for none'
             ) from error
         self.url = f"http://{host}:{self._server.server_address[1]}{PATH}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="pagedkv-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="pagedkv-metrics", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()

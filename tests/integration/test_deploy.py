@@ -93,8 +93,8 @@ class TestCompose:
     def test_every_file_it_names_is_there(self, compose) -> None:
         mounts = [volume for service in compose["services"].values() for volume in service["volumes"]]
         files = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
-        assert len(files) == 2
-        assert [file for file in files if not (DEPLOY / file).is_file()] == []
+        assert len(files) == 5
+        assert [file for file in files if not (DEPLOY / file).exists()] == []
         build = compose["services"]["tgi"]["build"]
         assert (DEPLOY / build["context"]).resolve() == ROOT
         assert (ROOT / build["dockerfile"]).is_file()
@@ -109,12 +109,16 @@ class TestCompose:
         drain_timeout_s = _config((DEPLOY / "pagedkv.toml").read_text()).server.drain_timeout_s
         assert int(number) * SECONDS[unit] > drain_timeout_s
 
-    def test_prometheus_scrapes_the_router(self, compose) -> None:
+    def test_prometheus_scrapes_the_router_and_pagedkv_and_has_the_rules(self, compose) -> None:
         (prometheus,) = _load("prometheus.yaml")
-        (job,) = prometheus["scrape_configs"]
-        ((host, port),) = [target.split(":") for target in job["static_configs"][0]["targets"]]
+        jobs = {job["job_name"]: job["static_configs"][0]["targets"] for job in prometheus["scrape_configs"]}
+        ((host, port),) = [target.split(":") for target in jobs["text-generation-inference"]]
         command = compose["services"][host]["command"]
         assert command[command.index("--port") + 1] == port
+        listen = _config((DEPLOY / "pagedkv.toml").read_text()).metrics.listen
+        assert jobs["pagedkv"] == [f"{host}:{listen.rpartition(':')[2]}"]
+        (rules,) = prometheus["rule_files"]
+        assert f"./alerts.yaml:{rules}:ro" in compose["services"]["prometheus"]["volumes"]
 
 
 class TestKubernetes:
@@ -132,7 +136,9 @@ class TestKubernetes:
         ):
             assert selector.items() <= labels.items()
         (container,) = pod["containers"]
-        (port,) = container["ports"]
+        port, metrics = container["ports"]
+        listen = _config(cluster["ConfigMap"]["data"]["pagedkv.toml"]).metrics.listen
+        assert listen.rpartition(":")[2] == str(metrics["containerPort"])
         assert cluster["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
         assert container["args"][container["args"].index("--port") + 1] == str(port["containerPort"])
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.interface import Backend, WarmupLimits
+from pagedkv.plugin.observer import RequestObserver
 from pagedkv.plugin.registry import KERNELS, find_plugin
 from pagedkv.plugin.resolved_config import resolve_config
 
@@ -137,17 +138,25 @@ class Lab:
     scrape: Callable[[str], Scrape] = scrape
 
     @asynccontextmanager
-    async def serve(self, backend: Backend, tokenizer: Any = None, **server_keys: Any) -> AsyncIterator[Served]:
+    async def serve(
+        self,
+        backend: Backend,
+        tokenizer: Any = None,
+        extra_observers: tuple[RequestObserver, ...] = (),
+        name: str = "socket",
+        **server_keys: Any,
+    ) -> AsyncIterator[Served]:
         """A warmed-up server; its backend is closed at the end."""
         config = parse_config(
             {
                 "model": {"path": "tiny"},
                 "metrics": {"listen": "127.0.0.1:0"},
-                "server": {"uds_path": str(self.folder / "socket"), **server_keys},
+                "server": {"uds_path": str(self.folder / name), **server_keys},
             }
         )
         with watching(config, ShardInfo()) as watchers:
             observers = watchers.observe(backend)
+            observers = replace(observers, requests=(*observers.requests, *extra_observers))
             assert watchers.metrics is not None
             server = GenerationServer(backend, tokenizer or LetterTokenizer(), config.server, observers=observers)
             watchers.metrics.watch(server.service)
