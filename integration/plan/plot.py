@@ -49,6 +49,7 @@ def save_plot(plan: Plan, file: Path) -> None:
     axes.axhline(plan.config.scheduler.max_num_sequences, color="0.7", zorder=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of a request, prompt and output")
     axes.set_ylabel("requests at once (grey: scheduler.max_num_sequences)")
     axes.legend(fontsize=7)
