@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -68,6 +68,14 @@ class AttentionOptions:
     """[num_heads]: a logit a head that joins the softmax's sum without a value."""
     alibi_slopes: torch.Tensor | None = None
     """[num_heads] float32: adds slope × (key position - query position) to the scores."""
+
+
+class LayerAttention(Protocol):
+    """What a layer calls: an AttentionContext, or what stands in for one to look at a model."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

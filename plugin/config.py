@@ -59,6 +59,11 @@ class ModelSection(_Section):
         "fast products in 16 bits.",
     )
     device: str = Field(AUTO, description='"cpu", "cuda", "cuda:1"; "auto" is a GPU where there is one.')
+    decoder: str = Field(
+        AUTO,
+        description="Fused code for models of Llama's shape: a plugin of pagedkv.decoders; \"auto\" picks by device, "
+        '"off" runs the modules of transformers. Other models, float16 on a CPU and shards always run so.',
+    )
     revision: str = Field("", description="Revision of a model that is not a directory; empty is the default one.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model brings.")
     allow_pickle: bool = Field(False, description="Load weights that are not safetensors; unpickling runs code.")

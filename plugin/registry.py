@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import get_protocol_members
 
+from pagedkv.plugin.decoder import DecoderKernels
 from pagedkv.plugin.errors import PluginError
 from pagedkv.plugin.interface import (
     INTERFACE_VERSION,
@@ -53,7 +54,9 @@ KERNELS: Group[AttentionKernels] = Group(
 SCHEDULERS: Group[Scheduler] = Group("pagedkv.schedulers", Scheduler, "scheduler")  # type: ignore[type-abstract]
 MODELS: Group[ModelAdapter] = Group("pagedkv.models", ModelAdapter, "model adapter")  # type: ignore[type-abstract]
 
-GROUPS: tuple[Group[Any], ...] = (BACKENDS, CACHE_MANAGERS, KERNELS, SCHEDULERS, MODELS)
+DECODERS: Group[DecoderKernels] = Group("pagedkv.decoders", DecoderKernels, "decoder kernels")  # type: ignore[type-abstract]
+
+GROUPS: tuple[Group[Any], ...] = (BACKENDS, CACHE_MANAGERS, KERNELS, SCHEDULERS, MODELS, DECODERS)
 
 
 def list_entry_points(group: Group[Any]) -> list[EntryPoint]:

@@ -31,6 +31,8 @@ class ModelSettings:
     """Empty is the default revision."""
     trust_remote_code: bool
     allow_pickle: bool
+    decoder: str = "auto"
+    """A plugin's name; "off" is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,12 @@ def resolve_model_settings(config: Config) -> ModelSettings:
     if not section.path:
         raise ConfigError("no model is named: give its directory (model.path)")
     return ModelSettings(
-        section.path, section.adapter, section.revision, section.trust_remote_code, section.allow_pickle
+        section.path,
+        section.adapter,
+        section.revision,
+        section.trust_remote_code,
+        section.allow_pickle,
+        section.decoder,
     )
 
 

@@ -9,12 +9,12 @@ the positions, which would wait for the device at each step); the block tables s
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from pagedkv.plugin.attention_metadata import AttentionOptions
+from pagedkv.plugin.attention_metadata import AttentionOptions, LayerAttention
 from pagedkv.plugin.errors import UnsupportedError
 
 ATTENTION_NAME = "pagedkv"
@@ -22,14 +22,6 @@ CONTEXT_KEYWORD = "pagedkv_attention"
 
 _CHANGES_SCORES = ("position_bias", "alibi", "attention_bias")
 """Keywords that some models pass for scores that are not query × key alone."""
-
-
-class LayerAttention(Protocol):
-    """What a layer calls: an AttentionContext, or the recorder of the probe."""
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor: ...
 
 
 def attend_through_context(

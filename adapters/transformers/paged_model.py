@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext
+from pagedkv.plugin.decoder import Decoder
 from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.registry import DECODERS, find_plugin
 from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig
 
 from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
 from .checkpoint import build_meta_model, load_causal_model, load_model_config
 from .description import describe_checkpoint
+from .fused_decoder import DecoderMismatchError, build_fused_decoder
 from .kv_scales import load_checkpoint_scales
 from .probe import probe_layers
 from .sharding import check_split, has_shared_heads, keep_shared_head, plan_split
 from .tokenizer import TransformersTokenizer
+
+logger = logging.getLogger(__name__)
+
+OFF = "off"
+"""In `model.decoder`: every model runs as its modules do."""
 
 
 class TransformersModel:
@@ -30,9 +39,15 @@ class TransformersModel:
     interface_version: ClassVar[int] = 1
 
     def __init__(
-        self, model: torch.nn.Module, spec: ModelSpec, kv_scales: Mapping[str, torch.Tensor] | None = None
+        self,
+        model: torch.nn.Module | None,
+        spec: ModelSpec,
+        kv_scales: Mapping[str, torch.Tensor] | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
+        """Runs `decoder` where there is one, else `model`."""
         self._model = model
+        self._decoder = decoder
         self._kv_scales = kv_scales or {}
         self.spec = spec
 
@@ -60,11 +75,18 @@ class TransformersModel:
         group = joined_group()
         if group is not None:
             return cls._load_shard(config, device, spec, group.info)
-        model_config = load_model_config(config.model)
-        model = load_causal_model(
-            config.model, model_config, dtype=config.dtype, device=device, attn_implementation=ATTENTION_NAME
-        )
-        return cls(model, _probe(model, spec), load_checkpoint_scales(config.model))
+        model = _load_whole(config, device)
+        spec = _probe(model, spec)
+        scales = load_checkpoint_scales(config.model)
+        if config.model.decoder == OFF:
+            return cls(model, spec, scales)
+        kernels = find_plugin(DECODERS, config.model.decoder).create(device)
+        try:
+            decoder = build_fused_decoder(model, spec, kernels)
+        except DecoderMismatchError as error:
+            logger.warning("the decoder kernels %s are not used: %s; loading the model again", kernels.name, error)
+            return cls(_load_whole(config, device), spec, scales)
+        return cls(model if decoder is None else None, spec, scales, decoder)
 
     @classmethod
     def _load_shard(
@@ -92,6 +114,9 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: ModelInput, attention: AttentionContext) -> torch.Tensor:
+        if self._decoder is not None:
+            return self._decoder.forward(batch, attention)
+        assert self._model is not None
         arguments: dict[str, Any] = {CONTEXT_KEYWORD: attention}
         output = self._model(
             input_ids=batch.token_ids[None],
@@ -102,6 +127,16 @@ class TransformersModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _load_whole(config: ResolvedConfig, device: torch.device) -> torch.nn.Module:
+    return load_causal_model(
+        config.model,
+        load_model_config(config.model),
+        dtype=config.dtype,
+        device=device,
+        attn_implementation=ATTENTION_NAME,
+    )
 
 
 def _probe(model: torch.nn.Module, spec: ModelSpec) -> ModelSpec:

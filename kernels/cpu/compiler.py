@@ -23,6 +23,8 @@ import torch
 from pagedkv.plugin.errors import PagedKVError
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
+SOURCES = {"attention": SOURCE_DIR, "decoder": SOURCE_DIR / "decoder"}
+"""Folders whose C files make a library; all may include headers of `SOURCE_DIR`."""
 OPTIMIZATION_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math")
 LIBRARY_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fopenmp")
 
@@ -41,11 +43,12 @@ def native_flags() -> tuple[str, ...]:
 
 
 @cache
-def load_library(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def load_library(extra_flags: tuple[str, ...] = (), name: str = "attention") -> ctypes.CDLL:
     """The compiled kernels, from the cache where they were compiled before.
 
     Args:
         extra_flags: for the compiler, after the native ones.
+        name: one of `SOURCES`.
 
     Raises:
         CompilerError: no compiler, or it failed.
@@ -55,11 +58,10 @@ def load_library(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     compiler = _find_compiler()
     openmp = _find_openmp()
     flags = (*OPTIMIZATION_FLAGS, *native_flags(), *extra_flags, *LIBRARY_FLAGS)
-    name = f"attention-{_fingerprint(compiler, flags, openmp)}.so"
     try:
-        path = _cache_dir() / name
+        path = _cache_dir() / f"{name}-{_fingerprint(compiler, flags, openmp)}.so"
         if not path.exists():
-            _build(compiler, flags, openmp, path)
+            _build(SOURCES[name], compiler, flags, openmp, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"the compiled kernels can't be kept or loaded: {error}") from error
@@ -70,11 +72,11 @@ def compile_object(source: Path, target: Path, flags: Sequence[str]) -> None:
     _run([_find_compiler(), *flags, "-c", str(source), "-o", str(target)])
 
 
-def _build(compiler: str, flags: Sequence[str], openmp: Path | None, path: Path) -> None:
+def _build(sources: Path, compiler: str, flags: Sequence[str], openmp: Path | None, path: Path) -> None:
     """Compiles and links next to `path`, then renames: another process never sees half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as build_dir:
         objects = []
-        for source in sorted(SOURCE_DIR.glob("*.c")):
+        for source in sorted(sources.glob("*.c")):
             objects.append(Path(build_dir) / f"{source.stem}.o")
             compile_object(source, objects[-1], flags)
         library = Path(build_dir) / path.name
@@ -116,7 +118,7 @@ def _find_openmp() -> Path | None:
 def _fingerprint(compiler: str, flags: Sequence[str], openmp: Path | None) -> str:
     """Names a library by all that it is made of: sources, compiler, flags, CPU, runtime."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCE_DIR.iterdir()):
+    for source in sorted(SOURCE_DIR.rglob("*")):
         if source.suffix in (".c", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)  # noqa: S603

@@ -52,6 +52,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **BASE, head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
+    "smollm3": lambda: transformers.SmolLM3Config(**BASE, no_rope_layers=[1, 0, 1]),
     "phi3": lambda: transformers.Phi3Config(**BASE),
     "gpt2": lambda: transformers.GPT2Config(**GPT),
     "gptj": lambda: transformers.GPTJConfig(**GPT, rotary_dim=4),
@@ -195,14 +196,15 @@ def resolved() -> Callable[..., ResolvedConfig]:
 @pytest.fixture(scope="session")
 def paged_model(
     tiny_model: Callable[[str], Path], resolved: Callable[..., ResolvedConfig]
-) -> Callable[[str], TransformersModel]:
-    """Loads a tiny model through the adapter, once a session."""
-    loaded: dict[str, TransformersModel] = {}
+) -> Callable[..., TransformersModel]:
+    """Loads a tiny model through the adapter, once a session: `paged_model("llama", decoder="off")`."""
+    loaded: dict[tuple[str, str], TransformersModel] = {}
 
-    def load(name: str) -> TransformersModel:
-        if name not in loaded:
-            loaded[name] = TransformersModel.load(resolved(tiny_model(name)), torch.device("cpu"))
-        return loaded[name]
+    def load(name: str, decoder: str = "auto") -> TransformersModel:
+        if (name, decoder) not in loaded:
+            config = resolved(tiny_model(name), model={"decoder": decoder})
+            loaded[name, decoder] = TransformersModel.load(config, torch.device("cpu"))
+        return loaded[name, decoder]
 
     return load
 

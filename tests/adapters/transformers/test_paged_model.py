@@ -21,12 +21,13 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 
 CPU = torch.device("cpu")
 SERVED = [
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt2", "gptj", "gpt_neox", "opt",
-    "mixtral", "starcoder2", "cohere", "granite", "gpt_oss", "deepseek_v3",
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "smollm3", "phi3", "gpt2", "gptj",
+    "gpt_neox", "opt", "mixtral", "starcoder2", "cohere", "granite", "gpt_oss", "deepseek_v3",
 ]  # fmt: skip
+LLAMA_SHAPED = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3"]
 
 TinyModel = Callable[[str], Path]
-PagedModel = Callable[[str], TransformersModel]
+PagedModel = Callable[..., TransformersModel]
 Resolve = Callable[..., ResolvedConfig]
 
 
@@ -34,11 +35,13 @@ def random_tokens(num_tokens: int, seed: int) -> list[int]:
     return torch.randint(3, 96, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    ("name", "decoder"), [*((name, "off") for name in SERVED), *((name, "auto") for name in LLAMA_SHAPED)]
+)
 def test_chunks_mixed_with_decodes_give_the_dense_logits(
-    name: str, paged_model: PagedModel, dense_model: Callable[[str], Any], paged_batch: Any
+    name: str, decoder: str, paged_model: PagedModel, dense_model: Callable[[str], Any], paged_batch: Any
 ) -> None:
-    model = paged_model(name)
+    model = paged_model(name, decoder)
     sequences = {"a": random_tokens(27, 1), "b": random_tokens(12, 2), "c": random_tokens(19, 3)}
     batch = paged_batch(model)
     parts = [
@@ -115,8 +118,9 @@ def test_the_description_agrees_with_the_loaded_model(
     name: str, tiny_model: TinyModel, paged_model: PagedModel, resolved: Resolve
 ) -> None:
     described = TransformersModel.describe(resolved(tiny_model(name)).model)
-    model = paged_model(name)
+    model = paged_model(name, "off")
     assert described == model.spec
+    assert model._model is not None
     assert described.num_parameters == sum(parameter.numel() for parameter in model._model.parameters())
 
 
@@ -182,8 +186,9 @@ def test_loading_is_silent(tiny_model: TinyModel, resolved: Resolve, capfd: pyte
 
 
 def test_the_dtype_asked_for_is_the_models(tiny_model: TinyModel, resolved: Resolve) -> None:
-    model = TransformersModel.load(resolved(tiny_model("llama"), model={"dtype": "bfloat16"}), CPU)
+    model = TransformersModel.load(resolved(tiny_model("llama"), model={"dtype": "bfloat16", "decoder": "off"}), CPU)
     assert model.spec.dtype == torch.bfloat16
+    assert model._model is not None
     assert {parameter.dtype for parameter in model._model.parameters()} == {torch.bfloat16}
     assert dataclasses.replace(model.spec, dtype=torch.float32) == TransformersModel.describe(
         resolved(tiny_model("llama")).model
