@@ -21,7 +21,7 @@ from pagedkv.plugin.errors import PagedKVError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LOG_TAIL_CHARS = 2000
+_LOG_TAIL_CHARS = 4000
 _END_TIMEOUT_S = 20.0
 
 
@@ -67,7 +67,7 @@ class EngineProcess:
         self.name = spec.name
         self._timeout_s = timeout_s
         self._received = b""
-        self._log = folder / f"{spec.name}.log"
+        self._log = folder.absolute() / f"{spec.name}.log"
         try:
             with self._log.open("wb") as errors:
                 self._process = subprocess.Popen(  # noqa: S603 - the user names the interpreter

@@ -19,7 +19,7 @@ from pagedkv.plugin.errors import ConfigError
 WAYS = {"process": "pagedkv", "grpc": "pagedkv-grpc"}
 """How our backends can be reached, and the kind of runner for it."""
 
-PEERS = ("vllm", "openvino", "transformers", "llama-cpp")
+PEERS = ("vllm", "vllm-one-process", "openvino", "transformers", "llama-cpp")
 _GGUF_PEERS = ("openvino", "llama-cpp")
 """Read a GGUF file, which for the demo model is the one that it was made from."""
 

@@ -55,6 +55,7 @@ class Wishes:
     seed: int = 0
     scale: float = 1.0
     timeout_s: float = 1800.0
+    logs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def make_plan(wishes: Wishes) -> Plan:
         wishes.num_repetitions,
         wishes.seed,
         wishes.timeout_s,
+        wishes.logs,
     )
     large = [shape for shape in shapes if not shape.needs_small_cache]
     small = [shape for shape in shapes if shape.needs_small_cache]

@@ -31,6 +31,8 @@ class RunSettings:
     num_repetitions: int = 3
     seed: int = 0
     timeout_s: float = 1800.0
+    logs: Path | None = None
+    """Folder for what engines write to standard error; None throws it away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,11 @@ def run_bouts(bouts: Sequence[Bout], settings: RunSettings, journal: Journal, on
     Raises:
         EngineFailedError: an engine did not start, ended, or made too few tokens.
     """
-    with tempfile.TemporaryDirectory(prefix="pagedkv-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pagedkv-bench-") as temporary:
+        folder = settings.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         for bout in bouts:
-            _run_bout(bout, settings, journal, on_run, Path(folder))
+            _run_bout(bout, settings, journal, on_run, folder)
 
 
 def count_calls(bouts: Sequence[Bout], settings: RunSettings, journal: Journal) -> int:

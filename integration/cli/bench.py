@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -25,7 +25,7 @@ _MIN_TABLE_WIDTH = 150
 class BenchCommand(typer.core.TyperCommand):
     """Lets `--json` stand without a value, which Typer knows no way for."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         followers = [*args[1:], "--"]
         filled = [
             part
@@ -57,8 +57,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME[=PYTHON]",
-            help="Another engine and an interpreter that has it: vllm=…, openvino=…, llama-cpp=…; transformers runs "
-            "with this one. NAME=COMMAND is a runner of your own. May be given again.",
+            help="Another engine and an interpreter that has it: vllm=…, vllm-one-process=…, openvino=…, "
+            "llama-cpp=…; transformers runs with this one. NAME=COMMAND is a runner of your own. May be given again.",
         ),
     ] = None,
     peer_model: Annotated[
@@ -79,6 +79,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw the seconds into this file (png, svg, pdf).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with tables and picture.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables in Markdown.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder that keeps what engines say.")] = (None),
     journal: Annotated[
         Path | None,
         typer.Option(help="Remember each repetition in this file: a run that was interrupted goes on there."),
@@ -115,6 +116,7 @@ def bench(
         seed=seed,
         scale=scale,
         timeout_s=timeout,
+        logs=logs,
     )
     report = run_benchmark(wishes, make_plan(wishes), journal)
     _write(report, plot, html, markdown, json_file)

@@ -8,20 +8,22 @@ import sys
 
 from .protocol import serve
 
-MODULES = {
-    "pagedkv": "in_process",
-    "pagedkv-grpc": "through_grpc",
-    "vllm": "vllm_engine",
-    "openvino": "openvino_engine",
-    "transformers": "transformers_engine",
-    "llama-cpp": "llama_cpp_engine",
+LOADERS = {
+    "pagedkv": ("in_process", "load"),
+    "pagedkv-grpc": ("through_grpc", "load"),
+    "vllm": ("vllm_engine", "load"),
+    "vllm-one-process": ("vllm_engine", "load_one_process"),
+    "openvino": ("openvino_engine", "load"),
+    "transformers": ("transformers_engine", "load"),
+    "llama-cpp": ("llama_cpp_engine", "load"),
 }
-"""By kind: a module whose `load(options)` returns an engine."""
+"""By kind: a module and its function that takes options and returns an engine."""
 
 
 def main() -> None:
     kind, options = sys.argv[1], json.loads(sys.argv[2])
-    serve(lambda: importlib.import_module(f".{MODULES[kind]}", __package__).load(options))
+    module, function = LOADERS[kind]
+    serve(lambda: getattr(importlib.import_module(f".{module}", __package__), function)(options))
 
 
 # Engines that start processes of their own import this module again.

@@ -12,7 +12,7 @@ from .protocol import Recorder, RunEngine
 
 class LlamaCppEngine(RunEngine):
     def __init__(self, options: dict[str, Any]) -> None:
-        import llama_cpp
+        import llama_cpp  # type: ignore[import-not-found, unused-ignore]  # of its own interpreter
 
         num_threads = len(os.sched_getaffinity(0))
         self._llama = llama_cpp.Llama(

@@ -12,8 +12,8 @@ from .protocol import Recorder, RunEngine
 
 class OpenVinoEngine(RunEngine):
     def __init__(self, options: dict[str, Any]) -> None:
-        import openvino
-        import openvino_genai
+        import openvino  # type: ignore[import-not-found, unused-ignore]  # of its own interpreter
+        import openvino_genai  # type: ignore[import-not-found, unused-ignore]  # of its own interpreter
 
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = max(1, round(options["kv_bytes"] / 2**30))

@@ -12,6 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from pagedkv.integration.benchmark.engines import PeerOptions, make_backend_spec, make_peer_spec, split_names
+from pagedkv.integration.benchmark.planning import Wishes, make_plan
+from pagedkv.integration.benchmark.runners import in_process
+from pagedkv.integration.benchmark.runners.protocol import run_once
+from pagedkv.integration.benchmark.workloads import ALL_AT_ONCE, draw_workload
 from pagedkv.plugin.errors import ConfigError
 
 Command = Callable[..., Any]
@@ -19,33 +23,24 @@ Command = Callable[..., Any]
 QUICK = ("--scale", 1 / 64, "--kv-memory", "1MiB", "--set", "scheduler.max_step_tokens=256")
 
 
-def test_backends_and_peers_run_side_by_side(
-    pagedkv: Command, tiny_model: Path, fake_peer: str, tmp_path: Path
-) -> None:
-    """Workloads of both kinds: those with the KV budget asked for, and the one with a budget of its own."""
+def test_backend_and_peer_run_side_by_side(pagedkv: Command, tiny_model: Path, fake_peer: str, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("page.html", "tables.md", "picture.svg")]
     outcome = pagedkv(
-        *("bench", tiny_model, "--workload", "short,stream", "--workload", "capacity", "--backend", "paged"),
+        *("bench", tiny_model, "--workload", "short,stream", "--backend", "paged"),
         *("--peer", f"fake={fake_peer} well", "--repeat", 2, *QUICK),
         *("--html", files[0], "--markdown", files[1], "--plot", files[2], "--json"),
     )
     assert outcome.code == 0, outcome.err
     report = json.loads(outcome.out)
-    assert {name: list(engines) for name, engines in report["workloads"].items()} == {
-        "short": ["paged", "fake"],
-        "stream-128": ["paged", "fake"],
-        "stream-3072": ["paged", "fake"],
-        "capacity": ["paged"],
-    }
+    assert list(report["workloads"]) == ["short", "stream-128", "stream-3072"]
     for engines in report["workloads"].values():
+        assert list(engines) == ["paged", "fake"]
         for name, figures in engines.items():
             assert len(figures["seconds"]) == 2
             assert (figures["seconds"] == [2.0, 2.0]) == (name == "fake")
             assert figures["ttft_s"]["p50"] <= figures["ttft_s"]["p90"] <= figures["ttft_s"]["p99"]
     fake = report["workloads"]["short"]["fake"]
     assert (fake["new_tokens"], fake["tokens_per_s"], fake["prefix_hit_rate"]) == (32, 16.0, 0.5)
-    # 64 sequences of 2 + 2 tokens in the room of 8 × 256: all at once.
-    assert report["workloads"]["capacity"]["paged"]["peak_running"] == 64
     assert report["engines"]["fake"]["dtype"] == "float32"
     assert report["engines"]["fake"]["kv_bytes"] == 2**20
     assert report["machine"]["cores"] >= 1
@@ -53,6 +48,20 @@ def test_backends_and_peers_run_side_by_side(
     assert "<svg" in page
     assert "| short | 32 × (2 → 1) | s |" in tables
     assert ElementTree.fromstring(picture).tag.endswith("svg")
+
+
+def test_capacity_has_a_budget_of_its_own_in_which_the_contiguous_backend_holds_eight(tiny_model: Path) -> None:
+    wishes = Wishes(tiny_model, ["short", "capacity"], ["paged", "contiguous"], peers=["transformers"], scale=1 / 64)
+    large, small = make_plan(wishes).bouts
+    assert [spec.name for spec in large.engines] == ["paged", "contiguous", "transformers"]
+    assert [spec.name for spec in small.engines] == ["paged", "contiguous"]
+    held = {}
+    for spec in small.engines:
+        engine = in_process.load(json.loads(spec.command[-1]))
+        requests = draw_workload(small.shapes[0], ALL_AT_ONCE, range(1000), seed=0, repetition=0)
+        held[spec.name] = run_once(engine, requests)["cache"]["peak_running"]
+        engine.close()
+    assert held == {"paged": 64, "contiguous": 8}
 
 
 def test_table_is_printed_where_json_goes_to_a_file(
