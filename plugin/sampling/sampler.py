@@ -196,9 +196,8 @@ def _warp_(
 
 def _best_tokens(scores: torch.Tensor) -> Choice:
     """The best token of each row (the first of several) and its log-softmax; scores: [num_rows, vocab_size] float32."""
-    best, ids = scores.max(-1, keepdim=True)
-    total = (scores - best).exp_().sum(-1)
-    return ids.squeeze(-1), 0.0 - total.log_()  # not -log: a lone candidate has 0.0, not -0.0
+    ids = scores.argmax(-1, keepdim=True)
+    return ids.squeeze(-1), scores.log_softmax(-1).gather(-1, ids).squeeze(-1)
 
 
 def _draw_tokens(scores: torch.Tensor, draws: torch.Tensor) -> Choice:

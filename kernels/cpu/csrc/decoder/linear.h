@@ -14,6 +14,7 @@
 #endif
 #define PANEL (PANEL_VECTORS * LANES)
 #define TILE_ROWS 6
+#define LINES_A_STEP (PANEL >= 16 ? PANEL / 16 : 1)  // cache lines of 64 bytes that a step of a panel takes
 
 enum { SILU, GELU_TANH, GELU };
 
@@ -83,9 +84,10 @@ INLINE vfloat activate(int activation, vfloat x) {
     return y;
 }
 
-// Sums of `rows` rows of a: [rows, depth] over a panel.
+// Sums of `rows` rows of a: [rows, depth] over a panel. Meanwhile a part of `ahead` is fetched, a line a step: the next
+// panel, while this one's later tiles are bound by arithmetic.
 INLINE void accumulate(const int dtype, const int rows, const char *a, int64_t a_stride_bytes, const char *panel,
-                       int64_t depth, vfloat sum[TILE_ROWS][PANEL_VECTORS]) {
+                       int64_t depth, const char *ahead, vfloat sum[TILE_ROWS][PANEL_VECTORS]) {
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 4
@@ -94,6 +96,7 @@ INLINE void accumulate(const int dtype, const int rows, const char *a, int64_t a
     const int64_t steps = dtype == BF16 ? depth / 2 : depth;
     for (int64_t k = 0; k < steps; k++) {
         vuint step[PANEL_VECTORS];
+        __builtin_prefetch(ahead + k * 64, 0, 2);
 #pragma GCC unroll 4
         for (int n = 0; n < PANEL_VECTORS; n++) step[n] = ((const vuint_any *)(panel + k * PANEL * 4))[n];
 #pragma GCC unroll 6
@@ -132,21 +135,22 @@ INLINE void finish_row(const int dtype, const int kind, const Target *target, in
 }
 
 INLINE void multiply_rows(const int dtype, const int kind, const int rows, const Linear *linear, int64_t panel,
-                          const void *a, int64_t a_stride, const Target *target, int64_t first_row) {
+                          const void *a, int64_t a_stride, const Target *target, int64_t first_row, const char *ahead) {
     vfloat sum[TILE_ROWS][PANEL_VECTORS];
     const int64_t row_bytes = a_stride * bytes_of(dtype);
     accumulate(dtype, rows, (const char *)a + first_row * row_bytes, row_bytes,
-               (const char *)linear->weight + panel * PANEL * linear->depth * bytes_of(dtype), linear->depth, sum);
+               (const char *)linear->weight + panel * PANEL * linear->depth * bytes_of(dtype), linear->depth, ahead, sum);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) finish_row(dtype, kind, target, first_row + r, panel, linear->bias, sum[r]);
 }
 
-typedef void multiply_rows_fn(const Linear *, int64_t, const void *, int64_t, const Target *, int64_t);
+typedef void multiply_rows_fn(const Linear *, int64_t, const void *, int64_t, const Target *, int64_t, const char *);
 
 #define DEFINE_ROWS(dtype, kind, rows)                                                                             \
     static void multiply_##dtype##_##kind##_##rows(const Linear *linear, int64_t panel, const void *a,              \
-                                                   int64_t a_stride, const Target *target, int64_t first_row) {     \
-        multiply_rows(dtype, kind, rows, linear, panel, a, a_stride, target, first_row);                            \
+                                                   int64_t a_stride, const Target *target, int64_t first_row,       \
+                                                   const char *ahead) {                                             \
+        multiply_rows(dtype, kind, rows, linear, panel, a, a_stride, target, first_row, ahead);                            \
     }
 #define DEFINE_KIND(dtype, kind)                                                                                   \
     DEFINE_ROWS(dtype, kind, 1) DEFINE_ROWS(dtype, kind, 2) DEFINE_ROWS(dtype, kind, 3)                             \
@@ -172,9 +176,11 @@ static multiply_rows_fn *const multiply_rows_of[2][3][TILE_ROWS] = {
 // Rows first to last of a: [*, depth] × one panel.
 static void multiply_panel(int dtype, int kind, const Linear *linear, int64_t panel, const void *a, int64_t a_stride,
                            const Target *target, int64_t first, int64_t last) {
-    int64_t num_tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t num_tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS, panel_bytes = PANEL * linear->depth * bytes_of(dtype);
+    const char *next = (const char *)linear->weight + (panel + 1) * panel_bytes;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
         int64_t start = first + (last - first) * tile / num_tiles, end = first + (last - first) * (tile + 1) / num_tiles;
-        multiply_rows_of[dtype][kind][end - start - 1](linear, panel, a, a_stride, target, start);
+        const char *ahead = next + tile % LINES_A_STEP * (panel_bytes / LINES_A_STEP);
+        multiply_rows_of[dtype][kind][end - start - 1](linear, panel, a, a_stride, target, start, ahead);
     }
 }
