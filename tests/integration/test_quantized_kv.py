@@ -14,6 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
+from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.convert import to_warmup_response
 from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import Config, parse_config
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
@@ -173,22 +175,19 @@ def test_chunks_of_any_size_give_the_same_answer(checkpoint: Callable[[str], Pat
     assert len(answers) == 1
 
 
-def test_a_budget_holds_more_tokens_the_fewer_bits_they_have(checkpoint: Callable[[str], Path]) -> None:
-    """Scales counted, at a head size of 64."""
+def test_a_budget_of_256_mib_holds_more_tokens_the_fewer_bits_they_have(checkpoint: Callable[[str], Path]) -> None:
+    """As Warmup answers them, scales counted, at a head size of 64. The budget is never exceeded."""
 
-    def capacity(kv_dtype: str) -> int:
-        backend = make_backend(
-            checkpoint("llama"), kv_dtype, "reference", cache={"memory": "8MiB", "num_blocks": "auto"}
-        )
+    def max_supported_tokens(kv_dtype: str) -> int:
+        settings = {"memory": "256MiB", "num_blocks": "auto"}
+        backend = make_backend(checkpoint("llama"), kv_dtype, "reference", cache=settings)
         found: Capacity = backend.warmup(WarmupLimits())
-        spec = backend.info.model
-        assert found.num_blocks * spec.bytes_per_block(16, find_kv_dtype(kv_dtype)) <= 8 * 2**20
-        return found.max_cache_tokens
+        assert found.num_blocks * backend.info.model.bytes_per_block(16, find_kv_dtype(kv_dtype)) <= 256 * 2**20
+        return to_warmup_response(pb.WarmupRequest(), found, requires_padding=False).max_supported_total_tokens
 
-    bf16 = capacity("bf16")
-    assert capacity("int8") / bf16 == pytest.approx(256 / 136, rel=0.01)
-    assert capacity("fp8_e4m3fn") / bf16 == pytest.approx(256 / 136, rel=0.01)
-    assert capacity("int4") / bf16 == pytest.approx(256 / 75, rel=0.01)
+    bf16 = max_supported_tokens("bf16")
+    for kv_dtype, bytes_per_token in (("int8", 136), ("fp8_e4m3fn", 136), ("fp8_e5m2", 136), ("int4", 75)):
+        assert max_supported_tokens(kv_dtype) / bf16 == pytest.approx(256 / bytes_per_token, rel=0.001)
 
 
 @pytest.fixture(scope="session")
