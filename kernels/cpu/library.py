@@ -18,8 +18,9 @@ DTYPE_CODES = {
     torch.int8: 3,
     torch.float8_e4m3fn: 4,
     torch.float8_e5m2: 5,
+    torch.uint8: 6,
 }
-"""As in csrc/simd.h."""
+"""As in csrc/simd.h; bytes hold two elements of 4 bits."""
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -30,6 +31,16 @@ class _Scales(ctypes.Structure):
         ("block_stride", _INT64),
         ("head_stride", _INT64),
         ("token_stride", _INT64),
+    )
+
+
+class _Nibbles(ctypes.Structure):
+    _fields_ = (
+        ("k_first", _POINTER),
+        ("k_codes", _POINTER),
+        ("k_zeros", _POINTER),
+        ("v_codes", _POINTER),
+        ("v_zeros", _POINTER),
     )
 
 
@@ -56,6 +67,7 @@ class _AttendArgs(ctypes.Structure):
         ("sliding_window", _INT64),
         ("k_scales", _Scales),
         ("v_scales", _Scales),
+        ("nibbles", _Nibbles),
         ("q_dtype", _INT32),
         ("kv_dtype", _INT32),
         ("num_threads", _INT32),
@@ -79,6 +91,7 @@ class _StoreArgs(ctypes.Structure):
     _fields_ = (
         ("k", _Side),
         ("v", _Side),
+        ("nibbles", _Nibbles),
         ("slot_mapping", _POINTER),
         ("num_tokens", _INT64),
         ("num_kv_heads", _INT64),
@@ -87,6 +100,9 @@ class _StoreArgs(ctypes.Structure):
         ("kv_dtype", _INT32),
         ("num_threads", _INT32),
     )
+
+
+_NO_NIBBLES = _Nibbles()
 
 
 class AttentionLibrary:
@@ -135,6 +151,7 @@ class AttentionLibrary:
             sliding_window=options.sliding_window or 0,
             k_scales=_scales(storage, "k"),
             v_scales=_scales(storage, "v"),
+            nibbles=_nibbles(storage),
             q_dtype=DTYPE_CODES[q.dtype],
             kv_dtype=DTYPE_CODES[spec.kv_dtype.storage],
             num_threads=torch.get_num_threads(),
@@ -155,6 +172,7 @@ class AttentionLibrary:
             _StoreArgs(
                 k=_side(storage, "k", k),
                 v=_side(storage, "v", v),
+                nibbles=_nibbles(storage),
                 slot_mapping=slots.data_ptr(),
                 num_tokens=k.shape[0],
                 num_kv_heads=spec.num_kv_heads,
@@ -187,6 +205,14 @@ def _side(storage: KVStorage, name: str, source: torch.Tensor) -> _Side:
         dim=source.shape[2],
         scales=_scales(storage, name),
     )
+
+
+def _nibbles(storage: KVStorage) -> _Nibbles:
+    """What int4 has besides elements."""
+    tensors = storage.tensors
+    if "k_first" not in tensors:
+        return _NO_NIBBLES
+    return _Nibbles(*(tensors[name].data_ptr() for name in ("k_first", "k_scale", "k_zero", "v_scale", "v_zero")))
 
 
 def _scales(storage: KVStorage, name: str) -> _Scales:

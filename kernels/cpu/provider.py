@@ -22,6 +22,7 @@ import torch
 from pagedkv.kernels.cpu.compiler import CompilerError, load_library
 from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, find_static_scales
 from pagedkv.kernels.cpu.memory import allocate_zeros
+from pagedkv.kernels.cpu.nibbles import are_supported_nibbles, list_nibble_tensors, read_nibbles
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, KVDtype, ScaleGranularity
@@ -37,7 +38,7 @@ _MAX_BLOCK_SIZE = 512
 
 
 class CpuKernels:
-    """Implements `AttentionKernels` on CPUs for unquantized KV dtypes and those of 8 bits."""
+    """Implements `AttentionKernels` on CPUs for every KV dtype of `pagedkv.plugin.kv_dtypes`."""
 
     interface_version: ClassVar[int] = 1
     name = "cpu"
@@ -71,6 +72,13 @@ class CpuKernels:
         return reasons or self._library_faults()
 
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
+        if are_supported_nibbles(cache_spec.kv_dtype):
+            parts = list_nibble_tensors(cache_spec).items()
+            return KVStorage(
+                cache_spec,
+                num_blocks,
+                {name: allocate_zeros((num_blocks, *shape), dtype) for name, (shape, dtype) in parts},
+            )
         size, dim, v_dim = cache_spec.block_size, cache_spec.head_dim, cache_spec.v_head_dim
         shapes: dict[str, tuple[int, ...]]
         if _is_paired(cache_spec.kv_dtype):
@@ -108,6 +116,8 @@ class CpuKernels:
             _bytes_of(target.tensors[name]).index_copy_(0, targets, _bytes_of(tensor)[sources])
 
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if are_supported_nibbles(storage.spec.kv_dtype):
+            return read_nibbles(storage, slots)
         spec = storage.spec
         blocks, offsets = slots // spec.block_size, slots % spec.block_size
         k, v = (_bytes_of(storage.tensors[name]) for name in ("k", "v"))
@@ -136,7 +146,7 @@ class CpuKernels:
 
 
 def _is_supported(kv_dtype: KVDtype) -> bool:
-    if kv_dtype in KV_DTYPE_OF_TORCH.values():
+    if kv_dtype in KV_DTYPE_OF_TORCH.values() or are_supported_nibbles(kv_dtype):
         return True
     granularities = set(_granularities(kv_dtype).values())
     return (

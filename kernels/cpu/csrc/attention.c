@@ -138,7 +138,11 @@ static void attend_tile(const Work *work, const Item *item, int64_t start, int64
     Scratch *scratch = work->scratch;
     const Layout *layout = &work->layout;
     int64_t offset = layout->is_direct ? start - item->start : 0;
-    if (!layout->is_direct) pack_tile(args, layout, work->group, start, end, scratch->packed_k, scratch->packed_v);
+    if (args->kv_dtype == INT4) {
+        pack_nibble_tile(args, layout, work->group, start, end, item->end, scratch->packed_k, scratch->packed_v);
+    } else if (!layout->is_direct) {
+        pack_tile(args, layout, work->group, start, end, scratch->packed_k, scratch->packed_v);
+    }
     if (args->k_scales.data) gather_scales(args, work->group, args->k_scales, start, end, item->end, scratch->k_scales);
     if (args->v_scales.data) gather_scales(args, work->group, args->v_scales, start, end, item->end, scratch->v_scales);
     Chunk chunk = {.start = start, .fetches = layout->is_direct};
@@ -160,7 +164,7 @@ static void attend_tile(const Work *work, const Item *item, int64_t start, int64
 // ----------------------------------------------------------------------------------------------------------- results
 
 // Writes one row of the output: sums / total, the sink counted in the total.
-static void write_row(const AttendArgs *args, const Group *group, int64_t row, float max, float total, const float *sums) {
+static void write_row(const AttendArgs *args, const Group *group, int64_t row, float max, float total, float *sums) {
     int64_t query = group->first_query + row / group_size(args), dim = args->v_head_dim;
     int64_t head = group->head * group_size(args) + row % group_size(args);
     float factor = 1.0f;
@@ -172,6 +176,7 @@ static void write_row(const AttendArgs *args, const Group *group, int64_t row, f
     }
     int64_t first = (query * args->num_heads + head) * dim;
     factor /= total;
+    if (args->kv_dtype == INT4) rotate(sums, dim);
     for (int64_t i = 0; i < dim; i += LANES) set_numbers(args->q_dtype, args->out, first + i, load(sums + i) * factor);
 }
 

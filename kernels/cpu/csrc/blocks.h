@@ -39,14 +39,15 @@ INLINE int direct_format(const AttendArgs *args) {
 
 // The format of copies: pairs of bf16 where queries are bf16 and elements are bf16 numbers exactly.
 INLINE int packed_format(const AttendArgs *args) {
-    int fits = args->kv_dtype != FP32 && args->kv_dtype != FP16;
+    int fits = args->kv_dtype != FP32 && args->kv_dtype != FP16;  // INT4 is rounded to bf16, as torch would round it
     return HAS_BF16_DOT && args->q_dtype == BF16 && fits ? B_BF16_DOT : B_FP32;
 }
 
 INLINE Layout choose_layout(const AttendArgs *args, int64_t rows) {
-    int format = direct_format(args);
-    int is_direct = (rows <= MAX_DIRECT_ROWS || format == B_BF16_DOT) && args->block_size % LANES == 0;
-    if (!is_direct) format = packed_format(args);
+    int direct = args->kv_dtype == INT4 ? B_FP32 : direct_format(args);
+    int is_direct = (rows <= MAX_DIRECT_ROWS || direct == B_BF16_DOT) && args->block_size % LANES == 0;
+    is_direct &= args->kv_dtype != INT4;
+    int format = is_direct ? direct : packed_format(args);
     int64_t tile = format == B_FP32 && !is_direct ? TILE_TOKENS_FLOATS : TILE_TOKENS;
     return (Layout){
         .format = format,
@@ -61,7 +62,7 @@ INLINE Layout choose_layout(const AttendArgs *args, int64_t rows) {
 // A head's keys or values in the block of a token.
 INLINE const char *head_block(const AttendArgs *args, const void *cache, int64_t dim, const Group *group, int64_t token) {
     int64_t block = args->block_table[group->sequence * args->block_table_stride + token / args->block_size];
-    int64_t head_bytes = dim * args->block_size * element_bytes(args->kv_dtype);
+    int64_t head_bytes = elements_bytes(args->kv_dtype, dim * args->block_size);
     return (const char *)cache + (block * args->num_kv_heads + group->head) * head_bytes;
 }
 
@@ -81,16 +82,20 @@ INLINE void repeat_last(const char **entries, int64_t known, int64_t count) {
 // Finds the tokens [start, end) in their blocks: keys of each LANES tokens, values of each segment.
 static void find_blocks(const AttendArgs *args, const Layout *layout, const Group *group, int64_t start, int64_t end,
                         const char **k_groups, const char **v_segments) {
-    int64_t size = args->block_size, dim = args->head_dim, v_dim = args->v_head_dim, count = 0;
-    for (int64_t token = start; token < end; token += LANES) {
-        k_groups[count++] = b_columns(layout->format, head_block(args, args->k, dim, group, token), token % size);
+    int64_t size = args->block_size, num_groups = 0, num_segments = 0;
+    for (int64_t token = start; token < end; token += size) {  // a block is begun at its start
+        int64_t known = min64(size, end - token);
+        const char *k = head_block(args, args->k, args->head_dim, group, token);
+        const char *v = head_block(args, args->v, args->v_head_dim, group, token);
+        for (int64_t offset = 0; offset < known; offset += LANES) {
+            k_groups[num_groups++] = b_columns(layout->format, k, offset);
+        }
+        for (int64_t offset = 0; offset < known; offset += layout->segment) {
+            v_segments[num_segments++] = b_steps(layout->format, v, offset, args->v_head_dim);
+        }
     }
-    repeat_last(k_groups, count, count + SPARE_GROUPS);
-    count = 0;
-    for (int64_t token = start; token < end; token += layout->segment) {
-        v_segments[count++] = b_steps(layout->format, head_block(args, args->v, v_dim, group, token), token % size, v_dim);
-    }
-    repeat_last(v_segments, count, count + AHEAD_TOKENS / 8);
+    repeat_last(k_groups, num_groups, num_groups + SPARE_GROUPS);
+    repeat_last(v_segments, num_segments, num_segments + AHEAD_TOKENS / 8);
 }
 
 // The same of a tile in scratch.
@@ -154,6 +159,108 @@ static void widen_any(int as_pairs, int dtype, int format, const char *b, int64_
                       char *out, int64_t line_bytes) {
     if (as_pairs) widen_format(1, dtype, format, b, ldb, depth, columns, out, line_bytes);
     else widen_format(0, dtype, format, b, ldb, depth, columns, out, line_bytes);
+}
+
+// Elements in nibbles to numbers: LANES columns of two steps, each with its scale and offset.
+INLINE void widen_nibbles(const int as_pairs, vuint bytes, const float *scales, const float *offsets, const float *quarters,
+                          char *out, int64_t line_bytes) {
+    vfloat first = __builtin_convertvector((vint)(bytes & 15), vfloat);
+    vfloat second = __builtin_convertvector((vint)(bytes >> 4), vfloat);
+    if (quarters) {
+        vfloat unit = {1.0f};
+        first += unit * quarters[0];
+        second += unit * quarters[1];
+    }
+    first = (first + offsets[0]) * scales[0];
+    second = (second + offsets[1]) * scales[1];
+    if (as_pairs) {
+        *(vuint_any *)out = pack_bf16(first, second);
+    } else {
+        put((float *)out, first);
+        put((float *)(out + line_bytes), second);
+    }
+}
+
+// The same for fewer columns than there are lanes.
+INLINE void widen_few_nibbles(const int as_pairs, const uint8_t *bytes, int64_t columns, const float *scales,
+                              const float *offsets, const float *quarters, char *out, int64_t line_bytes) {
+    vuint wide = {};
+    for (int64_t i = 0; i < columns; i++) wide[i] = bytes[i];
+    char lines[2 * LANES * 4] __attribute__((aligned(64)));
+    widen_nibbles(as_pairs, wide, scales, offsets, quarters, lines, LANES * 4);
+    memcpy(out, lines, columns * 4);
+    if (!as_pairs) memcpy(out + line_bytes, lines + LANES * 4, columns * 4);
+}
+
+INLINE vuint widen_unsigned(const uint8_t *p) { return __builtin_convertvector(*(const vbyte_any *)p, vuint); }
+
+INLINE void pack_nibbles(const int as_pairs, const Layout *layout, const NibbleBlock *block, int64_t dim, int64_t v_dim,
+                         int64_t size, int64_t offset, int64_t count, int64_t depth, char *packed_k, char *packed_v) {
+    float scales[max64(dim, size)], offsets[max64(dim, size)], quarters[dim];
+    widen_codes(block->k_codes, block->k_zeros, dim, scales, offsets);
+    if (offset == 0) widen_quarters(block->k_first, dim, quarters);
+    int64_t k_pair_bytes = layout->k_line_bytes * (as_pairs ? 1 : 2), v_pair_bytes = layout->v_line_bytes * (as_pairs ? 1 : 2);
+    for (int64_t k = 0; k < dim; k += 2) {
+        const uint8_t *bytes = block->k + k / 2 * size + offset;
+        char *out = packed_k + k / 2 * k_pair_bytes;
+        for (int64_t column = 0; column < count; column += LANES) {
+            const float *more = offset + column == 0 ? quarters + k : NULL;
+            if (count < LANES) {
+                widen_few_nibbles(as_pairs, bytes, count, scales + k, offsets + k, more, out, layout->k_line_bytes);
+            } else {
+                widen_nibbles(as_pairs, widen_unsigned(bytes + column), scales + k, offsets + k, more, out + column * 4,
+                              layout->k_line_bytes);
+            }
+        }
+    }
+    for (int64_t group = 0; group < num_value_groups(v_dim); group++) {
+        int64_t first = group * VALUE_GROUP, end = min64(v_dim, first + VALUE_GROUP);
+        widen_codes(block->v_codes + group * size + offset, block->v_zeros + group * size + offset, depth, scales, offsets);
+        for (int64_t t = 0; t < depth; t += 2) {
+            const uint8_t *bytes = block->v + (offset + t) / 2 * v_dim;
+            for (int64_t column = first; column < end; column += LANES) {
+                widen_nibbles(as_pairs, widen_unsigned(bytes + column), scales + t, offsets + t, NULL,
+                              packed_v + t / 2 * v_pair_bytes + column * 4, layout->v_line_bytes);
+            }
+        }
+    }
+}
+
+INLINE void prefetch_bytes(const void *p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64) __builtin_prefetch((const char *)p + i);
+}
+
+INLINE void prefetch_nibbles(const NibbleBlock *block, int64_t dim, int64_t v_dim, int64_t size) {
+    prefetch_bytes(block->k, dim * size / 2);
+    prefetch_bytes(block->v, v_dim * size / 2);
+    prefetch_bytes(block->k_codes, dim);
+    prefetch_bytes(block->k_zeros, dim);
+    prefetch_bytes(block->k_first, dim / 4);
+    prefetch_bytes(block->v_codes, num_value_groups(v_dim) * size);
+    prefetch_bytes(block->v_zeros, num_value_groups(v_dim) * size);
+}
+
+// As pack_tile, of INT4. What the tokens behind these need, up to `limit`, is asked for from memory.
+static void pack_nibble_tile(const AttendArgs *args, const Layout *layout, const Group *group, int64_t start, int64_t end,
+                             int64_t limit, char *packed_k, char *packed_v) {
+    int64_t size = args->block_size, dim = args->head_dim, v_dim = args->v_head_dim;
+    int as_pairs = layout->format == B_BF16_DOT;
+    const int32_t *table = args->block_table + group->sequence * args->block_table_stride;
+    for (int64_t token = start; token < end;) {
+        int64_t offset = token % size, count = min64(size - offset, layout->tile_tokens - (token - start));
+        int64_t next = token + max64(size, AHEAD_TOKENS), depth = round_up(min64(count, end - token), 2);
+        if (next < limit) {
+            int64_t place = table[next / size] * args->num_kv_heads + group->head;
+            NibbleBlock block = nibble_block(&args->nibbles, args->k, args->v, place, dim, v_dim, size);
+            prefetch_nibbles(&block, dim, v_dim, size);
+        }
+        int64_t place = table[token / size] * args->num_kv_heads + group->head;
+        NibbleBlock block = nibble_block(&args->nibbles, args->k, args->v, place, dim, v_dim, size);
+        char *k = packed_k + (token - start) * 4, *v = packed_v + (token - start) / (as_pairs ? 2 : 1) * layout->v_line_bytes;
+        if (as_pairs) pack_nibbles(1, layout, &block, dim, v_dim, size, offset, count, depth, k, v);
+        else pack_nibbles(0, layout, &block, dim, v_dim, size, offset, count, depth, k, v);
+        token += count;
+    }
 }
 
 // Copies the keys of the tokens [start, end) to [head_dim, tile] and their values to [tile, v_head_dim], in the layout's

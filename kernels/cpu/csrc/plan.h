@@ -8,12 +8,13 @@
 
 #include <stddef.h>
 
+#include "nibbles.h"
 #include "quantize.h"
 
 enum {
     MAX_ITEM_ROWS = 192,  // query × head rows of an item, when one token's heads are not more
     FEW_ROWS = 32,
-    SPLIT_TOKENS_FEW_ROWS = 512,    // context of an item of few rows; a multiple of every block size
+    SPLIT_TOKENS_FEW_ROWS = 1024,   // context of an item of few rows; a multiple of every block size
     SPLIT_TOKENS_MANY_ROWS = 4096,  // enough rows that merging partial results is cheap
 };
 
@@ -27,6 +28,7 @@ typedef struct {
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, v_head_dim, block_size;
     int64_t sliding_window;  // 0 is none
     Scales k_scales, v_scales;
+    Nibbles nibbles;  // of INT4
     int32_t q_dtype, kv_dtype, num_threads;
     float scale, softcap;  // softcap 0 is none
 } AttendArgs;

@@ -37,7 +37,7 @@ typedef vbyte vbyte_any __attribute__((aligned(1), may_alias));
 typedef vbyte_pairs vbyte_pairs_any __attribute__((aligned(1), may_alias));
 
 // How elements are stored; the numbers are those of kernels/cpu/library.py.
-enum { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, E4M3 = 4, E5M2 = 5 };
+enum { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, E4M3 = 4, E5M2 = 5, INT4 = 6 };
 
 // Subtracting zero changes no float, so that no instruction is left of it; adding it would turn -0 into 0.
 INLINE vfloat splat(float x) { return x - (vfloat){}; }
@@ -230,6 +230,9 @@ INLINE void set_element(int dtype, void *p, int64_t i, float x) {
 
 INLINE int64_t element_bytes(int dtype) { return dtype == FP32 ? 4 : dtype == BF16 || dtype == FP16 ? 2 : 1; }
 
+// Bytes of `count` elements, which are even.
+INLINE int64_t elements_bytes(int dtype, int64_t count) { return dtype == INT4 ? count / 2 : count * element_bytes(dtype); }
+
 // LANES numbers of a dtype that numbers outside the cache have: FP32, BF16 or FP16.
 INLINE vfloat get_numbers(int dtype, const void *p, int64_t i) {
     if (dtype == FP32) return load((const float *)p + i);
@@ -244,6 +247,19 @@ INLINE vhalf floats_to_bf16(vfloat x) {
     vuint bits = (vuint)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vuint is_nan = (vuint)(x != x);
     return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), vhalf);
+#endif
+}
+
+// Pairs of bf16, each in a lane.
+INLINE vuint pack_bf16(vfloat first, vfloat second) {
+#if defined(__AVX512BF16__) && LANES == 16
+    // Both in one vector, the second behind the first; then side by side.
+    const vuint interleave = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
+                              0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (vuint)_mm512_permutexvar_epi16((__m512i)interleave, both);
+#else
+    return __builtin_convertvector(floats_to_bf16(first), vuint) | __builtin_convertvector(floats_to_bf16(second), vuint) << 16;
 #endif
 }
 
