@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,7 +43,6 @@ from pagedkv.plugin.conformance.kernels_harness import (
     make_spec,
 )
 from pagedkv.plugin.interface import AttentionKernels
-from pagedkv.plugin.kv_dtypes import ScaleGranularity, find_kv_dtype
 from pagedkv.plugin.model_spec import AttentionSpec
 
 __all__ = ["FULL", "REDUCED", "KernelsConformance", "Profile"]
@@ -222,14 +220,11 @@ class KernelsConformance(KernelsHarness):
         check()
 
     def test_scales_from_outside_are_applied_to_each_head(
-        self, kernels: AttentionKernels, any_kv_dtype: tuple[torch.dtype, str]
+        self, kernels: AttentionKernels, static_kv_dtype: tuple[torch.dtype, str]
     ) -> None:
-        kv_dtype = find_kv_dtype(any_kv_dtype[1])
-        if ScaleGranularity.STATIC not in (kv_dtype.key_scales, kv_dtype.value_scales):
-            pytest.skip(f"{kv_dtype.name} has no scales from outside its blocks")
         lengths = [(0, 1), (50, 1), (20, 30)]
-        batch = self._batch(kernels, make_spec(64), 16, any_kv_dtype, lengths)
-        doubled = self._batch(kernels, make_spec(64), 16, any_kv_dtype, lengths, static_factor=2.0)
+        batch = self._batch(kernels, make_spec(64), 16, static_kv_dtype, lengths)
+        doubled = self._batch(kernels, make_spec(64), 16, static_kv_dtype, lengths, static_factor=2.0)
         self._check(kernels, doubled)
         same_bytes = replace(batch.storage, static_scales=doubled.storage.static_scales)
         for once, twice in zip(
@@ -295,12 +290,10 @@ class KernelsConformance(KernelsHarness):
         assert torch.equal(batch.q, q)
         assert all(has_same_bytes(tensor, stored[name]) for name, tensor in batch.storage.tensors.items())
 
-    def test_offsets_beyond_31_bits(self, kernels: AttentionKernels, any_kv_dtype: tuple[torch.dtype, str]) -> None:
+    def test_offsets_beyond_31_bits(self, kernels: AttentionKernels, far_kv_dtype: tuple[torch.dtype, str]) -> None:
         """The last block begins more than 2^31 elements into keys and into values."""
-        if not self.profile.has_large_offsets:
-            pytest.skip("the profile has no large offsets")
         spec = AttentionSpec(num_heads=8, num_kv_heads=8, head_dim=256, v_head_dim=256)
-        cache_spec = self._cache_spec(kernels, spec, 256, *any_kv_dtype)
+        cache_spec = self._cache_spec(kernels, spec, 256, *far_kv_dtype)
         num_blocks = 2**31 // (8 * 256 * 256) + 3
         small = kernels.allocate(cache_spec, 1)
         storage = replace(
@@ -310,7 +303,7 @@ class KernelsConformance(KernelsHarness):
             static_scales=self._static_scales(cache_spec, 1.0),
         )
         rows = [Row(300, 1, torch.tensor([num_blocks - 1, 0])), Row(290, 20, torch.tensor([num_blocks - 2, 1]))]
-        batch = self._fill(kernels, spec, storage, rows, any_kv_dtype[0], torch.Generator().manual_seed(0))
+        batch = self._fill(kernels, spec, storage, rows, far_kv_dtype[0], torch.Generator().manual_seed(0))
         self._check(kernels, batch)
         kernels.copy_blocks(storage, make_copies([num_blocks - 1], [2]))
         assert torch.equal(*(self._read_blocks(kernels, storage, [block])[0] for block in (num_blocks - 1, 2)))

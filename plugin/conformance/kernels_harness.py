@@ -33,6 +33,13 @@ Lengths = Sequence[tuple[int, int]]
 """(num_cached_tokens, num_new_tokens) of each row."""
 
 
+POISONS = {
+    f"{value} in {where}": (float(value) if "k" in where else None, float(value) if "v" in where else None)
+    for value, where in product(("nan", "inf", "-inf"), ("k", "v", "k and v"))
+}
+"""(of keys, of values), by name; None leaves those finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Sizes of a run."""
@@ -44,6 +51,7 @@ class Profile:
     block_sizes: tuple[int, ...]
     num_random_batches: int
     has_large_offsets: bool
+    poisons: tuple[str, ...] = tuple(POISONS)
 
 
 FULL = Profile(
@@ -61,6 +69,7 @@ REDUCED = Profile(
     block_sizes=(8, 16, 64),
     num_random_batches=5,
     has_large_offsets=False,
+    poisons=("nan in k", "nan in v", "inf in k and v", "-inf in k and v"),
 )
 
 FEATURES: dict[str, Callable[[AttentionSpec], AttentionSpec]] = {
@@ -76,12 +85,6 @@ FEATURES: dict[str, Callable[[AttentionSpec], AttentionSpec]] = {
     "wide values": lambda spec: replace(spec, v_head_dim=128),
 }
 """What a model's layer may ask for, by name: changes to a plain spec."""
-
-POISONS = {
-    f"{value} in {where}": (float(value) if "k" in where else None, float(value) if "v" in where else None)
-    for value, where in product(("nan", "inf", "-inf"), ("k", "v", "k and v"))
-}
-"""(of keys, of values), by name; None leaves those finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +116,15 @@ class KernelsHarness:
         quantized = [(self.dtypes[-1], name) for name in names if find_kv_dtype(name).is_quantized]
         values = {
             "any_kv_dtype": [(self.dtypes[0], name) for name in names],
+            "static_kv_dtype": [(self.dtypes[0], name) for name in names if find_kv_dtype(name).has_static_scales],
+            "far_kv_dtype": [(self.dtypes[0], name) for name in names if self.profile.has_large_offsets],
             "any_precision": list(product(self.dtypes, names)),
             "precision": own + quantized,
             "head_dim": self.profile.head_dims,
             "group_size": self.profile.group_sizes,
             "block_size": self.profile.block_sizes,
             "feature": list(FEATURES),
-            "poison": list(POISONS),
+            "poison": self.profile.poisons,
         }
         for argument, choices in values.items():
             if argument in metafunc.fixturenames:

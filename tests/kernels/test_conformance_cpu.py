@@ -1,5 +1,7 @@
 """The cpu kernels do what every kernel provider must, in every width of vectors that their source is compiled to."""
 
+import re
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -9,13 +11,15 @@ from pagedkv.kernels.cpu.provider import CpuKernels
 from pagedkv.plugin.conformance.kernels import REDUCED, KernelsConformance
 from pagedkv.plugin.interface import AttentionKernels
 
+CPU_FLAGS = re.search(r"^flags.*$|\Z", Path("/proc/cpuinfo").read_text(), re.MULTILINE).group().split()
+
 
 class TestCpuKernels(KernelsConformance):
     kernels_name = "cpu"
 
 
 class _OtherBuild(KernelsConformance):
-    """The same source with other flags, all of which run on any x86-64."""
+    """The same source with other flags."""
 
     kernels_name = "cpu"
     profile = REDUCED
@@ -32,14 +36,34 @@ class TestPortableVectors(_OtherBuild):
     compiler_flags = ("-march=x86-64",)
 
 
-class TestWideVectors(_OtherBuild):
-    """Sixteen lanes, as with AVX-512; the compiler splits them where the CPU has narrower ones."""
+# What follows is built where the CPU's own build, which `TestCpuKernels` runs, is another one.
+if "avx512f" in CPU_FLAGS:
 
-    compiler_flags = ("-DLANES=16",)
+    class TestAvx2(_OtherBuild):
+        """Eight lanes."""
+
+        compiler_flags = ("-march=x86-64-v3",)
+
+else:
+
+    class TestWideVectors(_OtherBuild):
+        """Sixteen lanes, as with AVX-512; the compiler splits them where the CPU has narrower ones."""
+
+        compiler_flags = ("-DLANES=16",)
 
 
-class TestPairsOfBf16(_OtherBuild):
-    """The flow for AVX-512-BF16, whose dot product of pairs is written out where the CPU lacks it."""
+if "avx512_bf16" in CPU_FLAGS:
 
-    dtypes = (torch.bfloat16,)
-    compiler_flags = ("-DLANES=16", "-DHAS_BF16_DOT=1")
+    class TestAvx512(_OtherBuild):
+        """Sixteen lanes and no dot product of pairs of bf16, nor of integers: the first processors with AVX-512."""
+
+        dtypes = (torch.bfloat16,)
+        compiler_flags = ("-march=skylake-avx512",)
+
+else:
+
+    class TestPairsOfBf16(_OtherBuild):
+        """The flow for AVX-512-BF16, whose dot product of pairs is written out where the CPU lacks it."""
+
+        dtypes = (torch.bfloat16,)
+        compiler_flags = ("-DLANES=16", "-DHAS_BF16_DOT=1")

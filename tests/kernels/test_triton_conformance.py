@@ -14,14 +14,11 @@ pytest.importorskip("triton")
 from pagedkv.kernels.triton.provider import is_interpreted
 from pagedkv.plugin.conformance.kernels import FULL, KernelsConformance, Profile
 
-pytestmark = [
-    pytest.mark.skipif(
-        not is_interpreted() and not torch.cuda.is_available(),
-        reason="run by test_triton_interpreter.py, in a process of its own",
-    ),
-    # Slots are poisoned by storing NaN, of which the interpreter's numpy warns.
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-]
+if not is_interpreted() and not torch.cuda.is_available():
+    pytest.skip("run by test_triton_interpreter.py, in a process of its own", allow_module_level=True)
+
+# Slots are poisoned by storing NaN, of which the interpreter's numpy warns.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 
 INTERPRETED = Profile(
     max_context_tokens=75,
