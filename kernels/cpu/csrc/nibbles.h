@@ -58,7 +58,7 @@ INLINE vint fitting_code(vfloat x) {
 INLINE vfloat code_scales(vint code) {
     vfloat power = (vfloat)(((code >> 3) + 127) << 23);
 #if defined(__AVX512F__) && LANES == 16
-    __m512 eighths = _mm512_broadcast_f32x8(_mm256_loadu_ps(EIGHTHS));
+    __m512 eighths = _mm512_castps256_ps512(_mm256_loadu_ps(EIGHTHS));  // of which the first half is used
     return power * (vfloat)_mm512_permutexvar_ps((__m512i)(code & 7), eighths);
 #else
     vfloat eighth = splat(EIGHTHS[0]);

@@ -252,7 +252,7 @@ INLINE vhalf floats_to_bf16(vfloat x) {
 
 // Pairs of bf16, each in a lane.
 INLINE vuint pack_bf16(vfloat first, vfloat second) {
-#if defined(__AVX512BF16__) && LANES == 16
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && LANES == 16
     // Both in one vector, the second behind the first; then side by side.
     const vuint interleave = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
                               0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
