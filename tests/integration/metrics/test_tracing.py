@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -15,6 +21,8 @@ from opentelemetry.trace import StatusCode
 from pagedkv.integration.tracing import RequestTracer, make_tracer
 from pagedkv.plugin.config import TracingSection
 from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.observer import Outcome, RequestEnd
+from pagedkv.plugin.requests import RequestId
 
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"
@@ -119,8 +127,28 @@ def test_asked_for_but_not_installed_is_a_clear_error(monkeypatch: pytest.Monkey
     assert make_tracer(TracingSection()) is None
 
 
-def test_an_endpoint_in_the_config_makes_a_tracer_that_ends(caplog: pytest.LogCaptureFixture) -> None:
-    tracer = make_tracer(TracingSection(otlp_endpoint="http://127.0.0.1:1", service_name="mine"))
+class Collector(TraceServiceServicer):
+    """Of OTLP over gRPC."""
+
+    def __init__(self) -> None:
+        self.received: list[tuple[str, list[str]]] = []
+
+    def Export(self, request, context) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            names = {one.key: one.value.string_value for one in resource.resource.attributes}
+            spans = [span.name for scope in resource.scope_spans for span in scope.spans]
+            self.received.append((names["service.name"], spans))
+        return ExportTraceServiceResponse()
+
+
+def test_spans_reach_a_collector_before_the_server_s_end() -> None:
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    tracer = make_tracer(TracingSection(otlp_endpoint=f"http://127.0.0.1:{port}", service_name="mine"))
     assert tracer is not None
-    assert tracer._provider.resource.attributes["service.name"] == "mine"
+    tracer.on_end(RequestEnd(RequestId(1), Outcome.LENGTH, 8, 0, 2, 1.0, 1.1, 1.2, 1.3))
     tracer.close()
+    server.stop(None).wait()
+    assert collector.received == [("mine", ["queue", "prefill", "decode", "pagedkv.request"])]
