@@ -298,12 +298,14 @@ EXPORT int64_t pagedkv_attend(const AttendArgs *args, char *workspace, int64_t w
     if (needed > workspace_bytes) return needed + 64;
     make_plan(args, &plan);
     clear_padding(args);
+    // A thread takes all heads of the same context where enough is left for the other threads.
+    int64_t heads = args->num_kv_heads, chunk = plan.num_items >= 4 * heads * args->num_threads ? heads : 1;
 #pragma omp parallel num_threads(args->num_threads)
     {
         char *own = scratches + scratch_bytes * omp_get_thread_num();
         Scratch scratch = take_scratch(args, &own);
         // The last items of a long prompt see the most of it: begun first, none of them is waited for at the end.
-#pragma omp for schedule(dynamic, 1) nowait
+#pragma omp for schedule(dynamic, chunk) nowait
         for (int64_t i = plan.num_items - 1; i >= 0; i--) {
             Group *group = &plan.groups[plan.items[i].group];
             run_item(args, group, &plan.items[i], partials, &scratch);

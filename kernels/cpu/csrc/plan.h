@@ -58,28 +58,34 @@ INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 INLINE int64_t group_size(const AttendArgs *args) { return args->num_heads / args->num_kv_heads; }
 INLINE int64_t max_rows(const AttendArgs *args) { return max64(MAX_ITEM_ROWS, group_size(args)); }
 
-static void add_group(const AttendArgs *args, Plan *plan, Group group) {
+// Adds some queries of a sequence: a group for each KV head. `group` is that of the first.
+static void add_groups(const AttendArgs *args, Plan *plan, Group group) {
     int64_t end = group.first_position + group.num_queries, start = 0;
     if (args->sliding_window) {
         start = max64(0, group.first_position - args->sliding_window + 1) / args->block_size * args->block_size;
     }
-    int64_t rows = group.num_queries * group_size(args);
+    int64_t rows = group.num_queries * group_size(args), heads = args->num_kv_heads;
     int64_t split = rows <= FEW_ROWS ? SPLIT_TOKENS_FEW_ROWS : SPLIT_TOKENS_MANY_ROWS;
     group.num_items = (end - 1) / split - start / split + 1;
     group.num_open = group.num_items;
-    group.partial = plan->partial_floats;
+    int64_t item_floats = group.num_items > 1 ? rows * (args->v_head_dim + 2) : 0;
+    // Heads of the same context follow one another: they are neighbours in memory, and processors fetch beyond what is read.
     for (int64_t i = 0; i < group.num_items; i++) {
-        Item item = {plan->num_groups, start, min64(end, (start / split + 1) * split), -1};
-        if (group.num_items > 1) {
-            item.partial = plan->partial_floats;
-            plan->partial_floats += rows * (args->v_head_dim + 2);
+        int64_t item_end = min64(end, (start / split + 1) * split);
+        for (int64_t head = heads - 1; head >= 0; head--) {
+            int64_t partial = plan->partial_floats + (head * group.num_items + i) * item_floats;
+            Item item = {plan->num_groups + head, start, item_end, item_floats ? partial : -1};
+            if (plan->items) plan->items[plan->num_items] = item;
+            plan->num_items++;
         }
-        if (plan->items) plan->items[plan->num_items] = item;
-        plan->num_items++;
-        start = item.end;
+        start = item_end;
     }
-    if (plan->groups) plan->groups[plan->num_groups] = group;
-    plan->num_groups++;
+    for (group.head = 0; group.head < heads; group.head++) {
+        group.partial = plan->partial_floats;
+        if (plan->groups) plan->groups[plan->num_groups] = group;
+        plan->num_groups++;
+        plan->partial_floats += group.num_items * item_floats;
+    }
 }
 
 // Counts groups, items and floats; writes them too where the plan has room.
@@ -91,9 +97,7 @@ static void make_plan(const AttendArgs *args, Plan *plan) {
         if (args->seq_lens[sequence] == 0) continue;
         int64_t offset = args->seq_lens[sequence] - end;  // from a query's row to its position
         for (int64_t query = first; query < end; query += step) {
-            for (int64_t head = 0; head < args->num_kv_heads; head++) {
-                add_group(args, plan, (Group){sequence, head, query, min64(step, end - query), query + offset, 0, 0, 0});
-            }
+            add_groups(args, plan, (Group){sequence, 0, query, min64(step, end - query), query + offset, 0, 0, 0});
         }
     }
 }
