@@ -33,6 +33,20 @@ Lengths = Sequence[tuple[int, int]]
 """(num_cached_tokens, num_new_tokens) of each row."""
 
 
+FEATURES: dict[str, Callable[[AttentionSpec], AttentionSpec]] = {
+    "window": lambda spec: replace(spec, sliding_window=19),
+    "window of one": lambda spec: replace(spec, sliding_window=1),
+    "softcap": lambda spec: replace(spec, softcap=2.0),
+    "sinks": lambda spec: replace(spec, has_sinks=True),
+    "alibi": lambda spec: replace(spec, has_alibi=True),
+    "window and sinks": lambda spec: replace(spec, sliding_window=40, has_sinks=True),
+    "window and softcap": lambda spec: replace(spec, sliding_window=33, softcap=3.0),
+    "all": lambda spec: replace(spec, sliding_window=50, softcap=3.0, has_sinks=True, has_alibi=True),
+    "narrow values": lambda spec: replace(spec, v_head_dim=32),
+    "wide values": lambda spec: replace(spec, v_head_dim=128),
+}
+"""What a model's layer may ask for, by name: changes to a plain spec."""
+
 POISONS = {
     f"{value} in {where}": (float(value) if "k" in where else None, float(value) if "v" in where else None)
     for value, where in product(("nan", "inf", "-inf"), ("k", "v", "k and v"))
@@ -51,6 +65,7 @@ class Profile:
     block_sizes: tuple[int, ...]
     num_random_batches: int
     has_large_offsets: bool
+    features: tuple[str, ...] = tuple(FEATURES)
     poisons: tuple[str, ...] = tuple(POISONS)
 
 
@@ -69,22 +84,9 @@ REDUCED = Profile(
     block_sizes=(8, 16, 64),
     num_random_batches=5,
     has_large_offsets=False,
+    features=("window", "sinks", "all", "narrow values", "wide values"),
     poisons=("nan in k", "nan in v", "inf in k and v", "-inf in k and v"),
 )
-
-FEATURES: dict[str, Callable[[AttentionSpec], AttentionSpec]] = {
-    "window": lambda spec: replace(spec, sliding_window=19),
-    "window of one": lambda spec: replace(spec, sliding_window=1),
-    "softcap": lambda spec: replace(spec, softcap=2.0),
-    "sinks": lambda spec: replace(spec, has_sinks=True),
-    "alibi": lambda spec: replace(spec, has_alibi=True),
-    "window and sinks": lambda spec: replace(spec, sliding_window=40, has_sinks=True),
-    "window and softcap": lambda spec: replace(spec, sliding_window=33, softcap=3.0),
-    "all": lambda spec: replace(spec, sliding_window=50, softcap=3.0, has_sinks=True, has_alibi=True),
-    "narrow values": lambda spec: replace(spec, v_head_dim=32),
-    "wide values": lambda spec: replace(spec, v_head_dim=128),
-}
-"""What a model's layer may ask for, by name: changes to a plain spec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class KernelsHarness:
             "head_dim": self.profile.head_dims,
             "group_size": self.profile.group_sizes,
             "block_size": self.profile.block_sizes,
-            "feature": list(FEATURES),
+            "feature": self.profile.features,
             "poison": self.profile.poisons,
         }
         for argument, choices in values.items():
