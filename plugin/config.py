@@ -61,7 +61,7 @@ class ModelSection(_Section):
     device: str = Field(AUTO, description='"cpu", "cuda", "cuda:1"; "auto" is a GPU where there is one.')
     decoder: str = Field(
         AUTO,
-        description="Fused code for models of Llama's shape: a plugin of pagedkv.decoders; \"auto\" picks by device, "
+        description='Fused code for models of Llama\'s shape: a plugin of pagedkv.decoders; "auto" picks by device, '
         '"off" runs the modules of transformers. Other models, float16 on a CPU and shards always run so.',
     )
     revision: str = Field("", description="Revision of a model that is not a directory; empty is the default one.")
@@ -118,6 +118,13 @@ class SchedulerSection(_Section):
         2048, description="Tokens of one step; longer prompts are computed in chunks, beside running sequences."
     )
     max_num_sequences: PositiveInt = Field(256, description="Sequences that run at the same time.")
+    max_gap_ms: float = Field(
+        0.0,
+        ge=0,
+        description="Longest time between two tokens of a running stream while prompts arrive, in milliseconds: their "
+        "chunks are made as small as that takes, by measured step times. 0 is no bound. Not with shards, nor with the "
+        "contiguous backend.",
+    )
 
 
 class KernelsSection(_Section):

@@ -256,8 +256,13 @@ class Scheduler(Protocol):
     def add(self, sequence: NewSequence) -> None:
         """Queues a sequence. Raises CapacityError, at once, for one that an empty cache could not hold to its end."""
 
-    def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
-        """Decides the next step and takes the blocks for it. The plan is committed or failed before the next call."""
+    def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
+        """Decides the next step and takes the blocks for it. The plan is committed or failed before the next call.
+
+        Args:
+            only: run these alone.
+            max_chunk_tokens: bounds the tokens beside those of sequences that have one left; at least 1.
+        """
 
     def commit(self, plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: Collection[RequestId]) -> None:
         """The plan ran: its tokens are computed, sampled ones are appended, finished sequences are released."""

@@ -32,7 +32,7 @@ class ModelSettings:
     trust_remote_code: bool
     allow_pickle: bool
     decoder: str = "auto"
-    """A plugin's name; "off" is none."""
+    """A plugin's name, as `kernels`; "off" is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class SchedulerSettings:
     max_step_tokens: int
     max_num_sequences: int
     block_size: int
+    max_gap_s: float = 0.0
+    """Between two tokens of a running stream; 0 is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ def resolve_config(config: Config, model: ModelSpec, device: torch.device | None
             config.scheduler.max_step_tokens,
             config.scheduler.max_num_sequences,
             config.cache.block_size,
+            config.scheduler.max_gap_ms / 1000,
         ),
         kernels=config.kernels.name,
         graph_batch_sizes=_resolve_graphs(config.graphs, config.scheduler.max_num_sequences, device),

@@ -63,6 +63,11 @@ class ContiguousBackend:
             )
         if joined_group() is not None:
             raise UnsupportedError("the contiguous backend serves a model with one shard; set the backend to paged")
+        if config.scheduler.max_gap_s:
+            raise UnsupportedError(
+                "the contiguous backend computes a prompt in one step, so that scheduler.max_gap_ms can't be kept; set "
+                "it to 0, or the backend to paged"
+            )
         return cls(config, ContiguousModel.load(config))
 
     @property

@@ -14,6 +14,7 @@ from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.backend.agreement import StepAgreement
 from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.limits import EffectiveLimits
+from pagedkv.plugin.backend.pacing import StepPacer
 from pagedkv.plugin.backend.profile import measure_activation_bytes
 from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, make_stats
@@ -70,6 +71,7 @@ class PagedBackend:
         self._eos_token_ids = model.spec.eos_token_ids
         self._executor = StepExecutor(config, model, kernels, _find_static_scales(config, model))
         self._agreement = StepAgreement(joined_group())
+        self._pacer = StepPacer(config.scheduler.max_gap_s)
         self._sequences: dict[RequestId, LiveSequence] = {}
         self._counters = Counters()
         self._pool: Pool | None = None
@@ -77,6 +79,11 @@ class PagedBackend:
 
     @classmethod
     def create(cls, config: ResolvedConfig) -> Self:
+        if config.scheduler.max_gap_s and joined_group():
+            raise UnsupportedError(
+                "scheduler.max_gap_ms follows each process's own clock, and shards must decide alike; set it to 0, and "
+                "scheduler.max_step_tokens as low as the gap needs"
+            )
         kernels = find_plugin(KERNELS, config.kernels).create(config.device)
         model = find_plugin(MODELS, config.model.adapter).load(config, config.device)
         _refuse_unsupported_layers(config, model.spec, kernels)
@@ -136,7 +143,8 @@ class PagedBackend:
 
     def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
         """Decides the next step. A plan with rows must be executed and committed before the next call."""
-        plan = self._require_pool().scheduler.schedule(only)
+        max_chunk_tokens = self._pacer.max_chunk_tokens(self._sequences, only)
+        plan = self._require_pool().scheduler.schedule(only, max_chunk_tokens)
         self._agreement.check_plan(plan)
         for row in plan.scheduled:
             sequence = self._sequences[row.id]
@@ -153,7 +161,7 @@ class PagedBackend:
             StepError: the plan failed; its sequences are gone and their blocks are back.
         """
         try:
-            with self._agreement.running(plan):
+            with self._agreement.running(plan), self._pacer.measuring(plan):
                 return self._executor.run(plan, self._sequences)
         except ShardError:
             raise
@@ -259,7 +267,6 @@ class PagedBackend:
     def _take_token(self, sequence: LiveSequence, sampled: SampledToken) -> StepOutput:
         token = sampled.token
         sequence.token_ids.append(token.token_id)
-        num_generated_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         request = sequence.request
         return StepOutput(
             request.id,
@@ -267,7 +274,7 @@ class PagedBackend:
             sampled.top_tokens,
             sequence.take_prefill_logprobs(),
             sequence.num_cached_tokens or 0,
-            find_finish_reason(request.params, num_generated_tokens, token.token_id, self._eos_token_ids),
+            find_finish_reason(request.params, sequence.num_generated_tokens, token.token_id, self._eos_token_ids),
             sequence.seed,
             sequence.admitted_s,
         )

@@ -44,6 +44,10 @@ class LiveSequence:
             params.prefill_logprobs,
         )
 
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
     def extend_prefill_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Keeps the log-probabilities that a chunk beginning at `start` gives to the tokens after its own.
 

@@ -71,6 +71,22 @@ class SchedulerConformance:
         harness.check_ended()
         assert harness.num_computed_tokens == 50 + 2, "the last generated token is never computed"
 
+    def test_a_bound_on_prompts_tokens_leaves_decodes_alone(self) -> None:
+        harness = self.make_harness(max_step_tokens=32)
+        decodes = [harness.add(range(start, start + 9), 20) for start in (0, 100, 200)]
+        while any(harness.live[id_].num_generated_tokens < 1 for id_ in decodes):
+            harness.step()
+        prompts = [harness.add(range(start, start + 11), 2) for start in (300, 400)]
+        lengths = []
+        while any(harness.live[id_].num_generated_tokens < 1 for id_ in prompts if id_ in harness.live):
+            plan = harness.schedule(max_chunk_tokens=5)
+            assert {row.id for row in plan.scheduled} >= set(decodes)
+            lengths.append(sum(row.num_tokens for row in plan.scheduled if row.id in prompts))
+            harness.finish_step()
+        assert sum(lengths[:5]) >= 22
+        harness.drain()
+        harness.check_ended()
+
     def test_one_request_in_a_cache_of_exactly_its_need(self) -> None:
         harness = self.make_harness(num_blocks=5, block_size=4)
         harness.add(range(12), 9)

@@ -120,13 +120,19 @@ class SchedulerHarness:
         self.live[new.id] = LiveSequence(new, list(prompt_ids))
         return new.id
 
-    def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
+    def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
         """Schedules a step and checks the plan; `finish_step` or `fail` has to follow where it has rows."""
-        plans = [scheduler.schedule(only) for scheduler, _ in self.replicas]
+        left = {
+            id_ for id_, sequence in self.live.items() if len(sequence.token_ids) - sequence.num_computed_tokens == 1
+        }
+        plans = [scheduler.schedule(only, max_chunk_tokens) for scheduler, _ in self.replicas]
         described = [describe_plan(plan) for plan in plans]
         assert all(plan == described[0] for plan in described), "replicas given the same calls disagree"
         self._plans = plans
         self._check_plan(plans[0], only)
+        if max_chunk_tokens is not None:
+            chunk_tokens = sum(row.num_tokens for row in plans[0].scheduled if row.id not in left)
+            assert chunk_tokens <= max_chunk_tokens, "the bound on prompts' tokens is exceeded"
         for id_ in plans[0].preempted:
             self._lose_blocks(self.live[id_])
         return plans[0]

@@ -11,7 +11,7 @@ PagedAttention" (SOSP 2023).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
@@ -77,12 +77,13 @@ class ContinuousScheduler:
         self._live[state.id] = state
         self._waiting.append(state)
 
-    def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
+    def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
         """Decides the next step and takes the blocks for it.
 
         Args:
             only: others neither run nor are admitted. They can be preempted, by the rule that holds for all: by a
                 sequence that is older. One that older sequences outside `only` leave no room stands still.
+            max_chunk_tokens: bounds the tokens beside those of sequences that have one left.
 
         Returns:
             The plan, empty when nothing can or need run. One with rows is committed or failed before the next call.
@@ -93,7 +94,7 @@ class ContinuousScheduler:
         self._refuse_open_plan("schedule")
         eligible = None if only is None else frozenset(only)
         draft = StepDraft(self._max_step_tokens)
-        self._extend_running(draft, eligible)
+        self._extend_running(draft, eligible, max_chunk_tokens)
         # While running sequences lack room, nobody new gets any.
         if not draft.is_cache_full:
             self._admit_waiting(draft, eligible)
@@ -165,13 +166,21 @@ class ContinuousScheduler:
             )
         return max_cache_tokens
 
-    def _extend_running(self, draft: StepDraft, eligible: frozenset[RequestId] | None) -> None:
+    def _extend_running(
+        self, draft: StepDraft, eligible: frozenset[RequestId] | None, max_chunk_tokens: int | None
+    ) -> None:
         decodes: list[SequenceState] = []
         chunks: list[SequenceState] = []
         for sequence in self._running:
             if eligible is None or sequence.id in eligible:
                 (decodes if sequence.num_tokens_left == 1 else chunks).append(sequence)
-        for sequence in decodes + chunks:
+        self._extend_all(decodes, draft)
+        if max_chunk_tokens is not None:
+            draft.num_tokens_left = min(draft.num_tokens_left, max_chunk_tokens)
+        self._extend_all(chunks, draft)
+
+    def _extend_all(self, sequences: Sequence[SequenceState], draft: StepDraft) -> None:
+        for sequence in sequences:
             # An older one may have preempted it meanwhile.
             if sequence.is_running and draft.num_tokens_left:
                 self._extend(sequence, draft)
