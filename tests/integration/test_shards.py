@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,17 @@ def test_every_shard_reports_its_part_of_the_requests(split_server: LaunchedServ
     assert texts[0] == texts[1] != ""
     for channel in channels:
         channel.close()
+    _check_that_every_shard_has_metrics_of_its_own(split_server)
+
+
+def _check_that_every_shard_has_metrics_of_its_own(server: LaunchedServer) -> None:
+    urls = server.summary["metrics_urls"]
+    assert len(set(urls)) == 2
+    for rank, url in enumerate(urls):
+        with urllib.request.urlopen(url, timeout=CALL_TIMEOUT_S) as answer:
+            lines = answer.read().decode().splitlines()
+        ended = f'pagedkv_requests_total{{backend="paged",outcome="length",rank="{rank}"}} 2.0'
+        assert ended in lines, "every shard runs every request"
 
 
 def test_killing_one_shard_ends_the_other_and_the_command_within_seconds(split_server: LaunchedServer) -> None:
