@@ -33,6 +33,7 @@ PARTS = {
         "(float16-fp16 or float16-int8) and nan_in_k_and_v or float16-fp16 and padding_rows",
     ),
     "quantized": ("test_triton_quantized.py", ""),
+    "decoder": ("test_triton_decoder.py", ""),
     "benchmark": ("test_triton_bench.py", ""),
 }
 
