@@ -99,6 +99,8 @@ class CpuDecoder:
 
     def forward(self, batch: ModelInput, attention: LayerAttention) -> torch.Tensor:
         spec = self._shape.attention
+        # They are passed on as addresses: a column of a matrix of tokens would be read as a row.
+        batch = ModelInput(batch.token_ids.contiguous(), batch.positions.contiguous(), batch.logit_rows.contiguous())
         num_tokens, num_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         qkv = torch.empty(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=self._dtype)
         logits = torch.empty(num_rows, self._model.head.num_columns(self._library.panel))

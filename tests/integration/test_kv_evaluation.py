@@ -16,12 +16,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pagedkv.integration.calibration import Magnitudes
 from pagedkv.integration.evaluation.evaluate import EvaluationSettings, evaluate
 from pagedkv.integration.evaluation.measures import AccuracySums
+from pagedkv.integration.evaluation.paged_run import PagedRun
 from pagedkv.integration.evaluation.recall import make_recall_tasks
 from pagedkv.integration.evaluation.texts import cut_sequences, load_texts
 from pagedkv.plugin.config import load_config
 from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.kv_dtypes import FP32
 from pagedkv.plugin.kv_scales import load_kv_scales
 from pagedkv.plugin.model_spec import AttentionSpec
+from pagedkv.plugin.registry import KERNELS, MODELS, find_plugin
+from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 
 PROSE = "The quick brown fox jumps over the lazy dog, and the dog dreams of the fox. " * 60
 CODE = "def fox(dog: int) -> int:\n    return sum(range(dog))\n\n\n" * 60
@@ -134,6 +138,21 @@ def test_faults_are_explained(pagedkv: Callable[..., Any], byte_model: Path, tmp
     assert (outcome.code, "made by pagedkv calibrate" in outcome.err) == (2, True)
     outcome = pagedkv("eval-kv", byte_model, "--text", tmp_path / "absent.txt")
     assert (outcome.code, "can't read the text" in outcome.err) == (2, True)
+
+
+def test_a_sequence_has_the_same_logits_in_chunks_and_token_by_token(byte_model: Path) -> None:
+    """As `eval-kv` runs it, with the kernels and the decoder that it takes by default."""
+    config = load_config(None, {"model.path": str(byte_model)}, {})
+    resolved = resolve_config(config, find_plugin(MODELS, "transformers").describe(resolve_model_settings(config)))
+    model = find_plugin(MODELS, "transformers").load(resolved, resolved.device)
+    kernels = find_plugin(KERNELS, resolved.kernels).create(resolved.device)
+    ids = torch.tensor([list(PROSE.encode()[start : start + 24]) for start in (0, 40, 300)])
+    whole, stepped = (
+        PagedRun(model, kernels, FP32, num_rows=3, max_tokens=24, block_size=8, device=resolved.device) for _ in "ab"
+    )
+    expected = whole.forward(ids, 0)
+    for place in range(24):
+        torch.testing.assert_close(stepped.forward(ids[:, place : place + 1], place)[:, 0], expected[:, place])
 
 
 @pytest.mark.timeout(600)

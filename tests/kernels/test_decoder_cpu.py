@@ -57,6 +57,14 @@ def test_a_row_gives_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(decoder.forward(part, SelfAttention()), whole[first:last])
 
 
+def test_tokens_that_are_a_column_of_a_matrix_are_read_as_such() -> None:
+    decoder, batch = build(), make_batch(CASES[1].shape, 20)
+    token_ids, positions = (torch.stack([x, x * 0], 1)[:, 0] for x in (batch.token_ids, batch.positions))
+    columns = ModelInput(token_ids, positions, batch.logit_rows)
+    assert not columns.token_ids.is_contiguous()
+    assert torch.equal(decoder.forward(columns, SelfAttention()), decoder.forward(batch, SelfAttention()))
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_the_number_of_threads_changes_no_bit(num_threads: int) -> None:
     decoder, batch = build(), make_batch(CASES[1].shape, 250)
