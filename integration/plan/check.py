@@ -127,9 +127,9 @@ def count_tensor_bytes(device: torch.device) -> int:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and last byte, the last not included, of a strided tensor in its storage."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, end * tensor.itemsize
+    return start * tensor.itemsize, int(end) * tensor.itemsize
 
 
 def _compare_cache(plan: Plan, backend: Backend, num_blocks: int, num_tokens: int, pool_bytes: int) -> list[Comparison]:

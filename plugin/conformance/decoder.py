@@ -207,7 +207,7 @@ def _attention_product(
     attention: BatchAttention,
 ) -> torch.Tensor:
     spec = shape.attention
-    heads = _project(_norm(x, layer.input_norm, shape), layer.qkv).unflatten(-1, (-1, spec.head_dim))
+    heads = _project(_norm(x, layer.input_norm, shape), layer.qkv).view(len(x), -1, spec.head_dim)
     q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
     q, k = _norm(q, layer.query_norm, shape), _norm(k, layer.key_norm, shape)
     q, k = (_rotate(heads, layer.rotary, batch.positions) for heads in (q, k))

@@ -56,7 +56,7 @@ def make_model(folder: Path, num_heads: int, num_kv_heads: int) -> Path:
 def make_backend(path: Path) -> PagedBackend:
     config = parse_config(
         {
-            "model": {"path": str(path), "device": "cpu", "dtype": "float32"},
+            "model": {"path": str(path), "device": "cpu", "dtype": "float32", "decoder": "off"},
             "cache": {"block_size": 8, "num_blocks": 40},
             "scheduler": {"max_step_tokens": 48},
             "kernels": {"name": "reference"},

@@ -40,7 +40,9 @@ def test_log_holds_the_resolved_config_once_and_never_a_prompt(server: LaunchedS
     asyncio.run(ask())
     log = server.log.read_text()
     assert log.count("resolved config: ") == 1
-    assert '"auto"' not in log.split("resolved config: ")[1].split('"server"')[0].replace('"kernels": "auto"', "")
+    assert '"auto"' not in log.split("resolved config: ")[1].split('"server"')[0].replace(
+        '"kernels": "auto"', ""
+    ).replace('"decoder": "auto"', "")
     assert "secret" not in log
 
 
