@@ -208,7 +208,8 @@ def _attention_product(
 ) -> torch.Tensor:
     spec = shape.attention
     heads = _project(_norm(x, layer.input_norm, shape), layer.qkv).view(len(x), -1, spec.head_dim)
-    q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    first_value = spec.num_heads + spec.num_kv_heads
+    q, k, v = heads[:, : spec.num_heads], heads[:, spec.num_heads : first_value], heads[:, first_value:]
     q, k = _norm(q, layer.query_norm, shape), _norm(k, layer.key_norm, shape)
     q, k = (_rotate(heads, layer.rotary, batch.positions) for heads in (q, k))
     output = attention.attend(index, q, k, v, layer.options).flatten(1)
