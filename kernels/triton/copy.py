@@ -12,7 +12,7 @@ from pagedkv.kernels.triton.launch import Launch
 from pagedkv.plugin.step_plan import BlockCopy
 
 _CHUNK = 2048
-"""Words of 4 bytes that a program moves."""
+"""Words that a program moves."""
 
 
 def plan_copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> Launch:
@@ -51,8 +51,9 @@ def copy_pairs(copies: Sequence[BlockCopy], device: torch.device) -> torch.Tenso
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, words] int32. A block has at least 8 tokens, so that even scales of 2 bytes fill whole words."""
-    return tensor.view(tensor.shape[0], -1).view(torch.int32)
+    """[rows, words] int32; int16 where a row's bytes are no multiple of 4, as two bits of 24 channels of odd heads."""
+    rows = tensor.view(tensor.shape[0], -1).view(torch.uint8)
+    return rows.view(torch.int16 if rows.shape[1] % 4 else torch.int32)
 
 
 @triton.jit

@@ -13,23 +13,27 @@ tensor([3.5000], dtype=torch.float16)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from pagedkv.plugin.kv_dtypes import KVDtype, ScaleGranularity
+from pagedkv.plugin.kv_dtypes import INT4, KVDtype, ScaleGranularity
 
 NO_SCALES: Final = tl.constexpr(0)
 STATIC_SCALES: Final = tl.constexpr(1)
 TOKEN_SCALES: Final = tl.constexpr(2)
+CHANNEL_SCALES: Final = tl.constexpr(3)
+GROUP_SCALES: Final = tl.constexpr(4)
 
 _SCALES = {
     ScaleGranularity.NONE: NO_SCALES.value,
     ScaleGranularity.STATIC: STATIC_SCALES.value,
     ScaleGranularity.TOKEN: TOKEN_SCALES.value,
+    ScaleGranularity.CHANNEL: CHANNEL_SCALES.value,
+    ScaleGranularity.TOKEN_GROUP: GROUP_SCALES.value,
 }
 _SMALLEST_ABSMAX = tl.constexpr(1e-30)
 """Keeps the inverse of a scale finite, so that a row of zeros is stored as zeros."""
@@ -46,6 +50,10 @@ class ElementFormat:
     """Dtype under which the storage's tensors are passed to a kernel."""
 
 
+_INT4 = ElementFormat("int4", 0.0, torch.uint8)
+"""Its elements come with zero points and parts of steps; `int4.py` has all of it."""
+
+
 _FORMATS = {
     torch.float32: ElementFormat("float", 0.0, torch.float32),
     torch.float16: ElementFormat("float", 0.0, torch.float16),
@@ -58,7 +66,12 @@ _FORMATS = {
 
 def element_format(kv_dtype: KVDtype) -> ElementFormat:
     """The format of a KV dtype for which `unsupported_format_reasons` is empty."""
-    return _FORMATS[kv_dtype.storage]
+    return _INT4 if is_int4(kv_dtype) else _FORMATS[kv_dtype.storage]
+
+
+def is_int4(kv_dtype: KVDtype) -> bool:
+    """Whether it is the one format of 4 bits, under whatever name."""
+    return replace(kv_dtype, name=INT4.name) == INT4
 
 
 def scales_constant(granularity: ScaleGranularity) -> int:
@@ -68,16 +81,19 @@ def scales_constant(granularity: ScaleGranularity) -> int:
 
 def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
     """Why the kernels can't store a KV dtype; empty when they can."""
+    if is_int4(kv_dtype):
+        return []
     known = _FORMATS.get(kv_dtype.storage)
     if known is None or kv_dtype.bits != kv_dtype.storage.itemsize * 8:
         return [f"the triton kernels have no {kv_dtype.bits}-bit elements in {kv_dtype.storage} ({kv_dtype.name})"]
     if kv_dtype.first_key_bits or kv_dtype.has_rotated_values:
         return [f"the triton kernels neither rotate values nor give first keys more bits ({kv_dtype.name})"]
+    of_bytes = (ScaleGranularity.NONE, ScaleGranularity.STATIC, ScaleGranularity.TOKEN)
     granularities = {"keys": kv_dtype.key_scales, "values": kv_dtype.value_scales}
     reasons = [
         f"the triton kernels have no scales per {granularity.value} for {what} ({kv_dtype.name})"
         for what, granularity in granularities.items()
-        if granularity not in _SCALES
+        if granularity not in of_bytes
     ]
     needs_scales = known.max_value > 0
     reasons += [

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import triton
 
 from pagedkv.kernels.triton.attention import plan_attention
 from pagedkv.kernels.triton.copy import copy_across, copy_pairs, plan_copy
 from pagedkv.kernels.triton.decode import plan_decode
-from pagedkv.kernels.triton.formats import decode_elements, unsupported_format_reasons
-from pagedkv.kernels.triton.launch import Launch
+from pagedkv.kernels.triton.formats import is_int4, unsupported_format_reasons
+from pagedkv.kernels.triton.launch import Launch, is_interpreted, run_on
 from pagedkv.kernels.triton.layout import CacheArguments, allocate_storage, read_slots
 from pagedkv.kernels.triton.store import plan_store
+from pagedkv.kernels.triton.store_int4 import plan_rotate, plan_store_int4
 from pagedkv.kernels.triton.tuning import INTERPRETER, MAX_HEAD_DIM, Architecture, device_architecture
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.errors import UnsupportedError
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def is_interpreted() -> bool:
-    """Whether triton's interpreter runs the kernels: TRITON_INTERPRET=1 was set when they were imported."""
-    return not isinstance(decode_elements, triton.JITFunction)
 
 
 class TritonKernels:
@@ -66,24 +60,37 @@ class TritonKernels:
                 reasons.append(f"the triton kernels need a {what} of 16 to {MAX_HEAD_DIM}, a multiple of 8, not {dim}")
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+        if is_int4(cache_spec.kv_dtype) and cache_spec.block_size & (cache_spec.block_size - 1):
+            reasons.append(f"4 bits need blocks of a power of two tokens, not {cache_spec.block_size}")
         return reasons
 
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
         return allocate_storage(cache_spec, num_blocks, self._device)
 
     def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
-        self._run(plan_store(CacheArguments(storage), k, v, metadata, self._architecture))
+        cache = CacheArguments(storage)
+        if is_int4(storage.spec.kv_dtype):
+            self._run(*plan_store_int4(cache, k, v, metadata))
+        else:
+            self._run(plan_store(cache, k, v, metadata, self._architecture))
 
     def attend(
         self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        out = torch.empty(*q.shape[:2], storage.spec.v_head_dim, dtype=q.dtype, device=q.device)
+        has_rotated_values = storage.spec.kv_dtype.has_rotated_values
+        dtype = torch.float32 if has_rotated_values else q.dtype
+        out = torch.empty(*q.shape[:2], storage.spec.v_head_dim, dtype=dtype, device=q.device)
         arguments = (out, q, CacheArguments(storage), metadata, options, self._architecture)
         if metadata.num_decodes:
             self._run(*plan_decode(*arguments))
         if metadata.num_decodes < metadata.num_sequences:
             self._run(plan_attention(*arguments, first_row=metadata.num_decodes))
-        return out
+        if not has_rotated_values:
+            return out
+        # A weighted sum of rotated values is the rotated sum of values: one row to rotate back, not all of the context.
+        rotated_back = torch.empty_like(out, dtype=q.dtype)
+        self._run(plan_rotate(out, rotated_back))
+        return rotated_back
 
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
         self.swap_blocks(storage, storage, copies)
@@ -103,10 +110,4 @@ class TritonKernels:
         return read_slots(storage, slots, "k"), read_slots(storage, slots, "v")
 
     def _run(self, *launches: Launch) -> None:
-        with self._as_current_device():
-            for launch in launches:
-                launch.run()
-
-    def _as_current_device(self) -> AbstractContextManager[object]:
-        """triton launches on torch's current device, which need not be the tensors' own."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        run_on(self._device, *launches)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.formats import STATIC_SCALES, TOKEN_SCALES, decode_elements
+from pagedkv.kernels.triton.int4 import load_int4_keys, load_int4_values
 from pagedkv.kernels.triton.launch import LOG2_E
 
 NO_SCORE: Final = tl.constexpr(-1.0e38)
@@ -32,6 +33,9 @@ def attend_range(
     v_cache_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    k_zero_ptr,
+    v_zero_ptr,
+    k_first_ptr,
     block_table_ptr,
     begin,
     end,
@@ -68,8 +72,28 @@ def attend_range(
         blocks = _load(block_table_ptr + positions // BLOCK_SIZE, is_valid, 0, IS_MASKED).to(tl.int64)
         rows = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
 
-        k = _load_rows(k_cache_ptr, rows, is_valid, HEAD_DIM, HEAD_DIM_PAD, IS_MASKED)
-        scores = tl.dot(q, tl.trans(decode_elements(k, FORMAT, HAS_FP8, q.dtype)), input_precision="ieee")
+        if FORMAT == "int4":
+            k = load_int4_keys(
+                k_cache_ptr,
+                k_first_ptr,
+                k_scale_ptr,
+                k_zero_ptr,
+                block_table_ptr,
+                start,
+                tl.maximum(first_valid, begin),
+                end,
+                kv_head,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                HEAD_DIM_PAD,
+                BLOCK_N,
+                q.dtype,
+            )
+        else:
+            k = _load_rows(k_cache_ptr, rows, is_valid, HEAD_DIM, HEAD_DIM_PAD, IS_MASKED)
+            k = decode_elements(k, FORMAT, HAS_FP8, q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if K_SCALES == TOKEN_SCALES:
             scores *= _load(k_scale_ptr + rows, is_valid, 0.0, IS_MASKED).to(tl.float32)[None, :]
         scores *= score_scale
@@ -90,8 +114,13 @@ def attend_range(
         row_sum = row_sum * decay + tl.sum(probs, axis=1)
         row_max = new_max
 
-        v = _load_rows(v_cache_ptr, rows, is_valid, V_HEAD_DIM, V_HEAD_DIM_PAD, IS_MASKED)
-        v = decode_elements(v, FORMAT, HAS_FP8, q.dtype)
+        if FORMAT == "int4":
+            v = load_int4_values(
+                v_cache_ptr, v_scale_ptr, v_zero_ptr, rows, is_valid, V_HEAD_DIM, V_HEAD_DIM_PAD, BLOCK_N, q.dtype
+            )
+        else:
+            v = _load_rows(v_cache_ptr, rows, is_valid, V_HEAD_DIM, V_HEAD_DIM_PAD, IS_MASKED)
+            v = decode_elements(v, FORMAT, HAS_FP8, q.dtype)
         acc = acc * decay[:, None]
         if V_SCALES == TOKEN_SCALES:
             # The tile's largest scale stays outside: a scale alone can fall below the least float16. The product of the

@@ -23,7 +23,7 @@ def plan_store(
     cache: CacheArguments, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, architecture: Architecture
 ) -> Launch:
     """The launch that writes k: [num_tokens, num_kv_heads, head_dim] and v: [num_tokens, num_kv_heads, v_head_dim]."""
-    spec = cache.spec
+    spec, pointers = cache.spec, cache.pointers
     num_tokens = metadata.num_tokens
     tokens = store_tile_tokens(architecture, cache.widest_dim)
     return Launch(
@@ -33,7 +33,7 @@ def plan_store(
             "k_ptr": k,
             "v_ptr": v,
             "slots_ptr": metadata.slot_mapping,
-            **cache.pointers,
+            **{name: pointers[name] for name in ("k_cache_ptr", "v_cache_ptr", "k_scale_ptr", "v_scale_ptr")},
             "num_tokens": num_tokens,
             "k_stride_token": k.stride(0),
             "k_stride_head": k.stride(1),

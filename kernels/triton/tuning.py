@@ -115,23 +115,31 @@ _DECODE_TILES = {
     ("interpreter", 16): (DecodeTiles(32, 1, 1, 1),) * 3,
     ("interpreter", 8): (DecodeTiles(32, 1, 1, 1),) * 3,
 }
-"""By architecture and bits of an element. On NVIDIA, stages alternate between the block table and the keys and values
-that wait for its entries: 3 hold one tile in flight, 5 hold two."""
+"""By architecture and bits of an element, 4 as 8. On NVIDIA, stages alternate between the block table and the keys and
+values that wait for its entries: 3 hold one tile in flight, 5 hold two."""
 _SINGLE_DECODE_TILES = (DecodeTiles(32, 4, 2, 16), DecodeTiles(32, 4, 2, 16), DecodeTiles(16, 8, 2, 16))
+
+_INT4_PREFILL_TILES = {("sm_80", 2): PrefillTiles(32, 32, 8, 2), ("sm_100", 2): PrefillTiles(64, 64, 8, 2)}
+_INT4_DECODE_TILES = {("sm_100", 1): DecodeTiles(32, 4, 5, 16)}
+"""Where turning 4 bits into numbers takes more registers than those tiles leave: by architecture and class of dim."""
 
 
 def prefill_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> PrefillTiles:
     """The table's entry; float32, in queries or in the cache, has its own for all architectures."""
     is_single = architecture.name != INTERPRETER.name and _is_single(q_dtype, kv_bits)
     row = _SINGLE_PREFILL_TILES if is_single else _PREFILL_TILES[architecture.name]
-    return row[_dim_class(widest_dim)]
+    place = _dim_class(widest_dim)
+    is_int4 = kv_bits == 4 and not is_single
+    return _INT4_PREFILL_TILES.get((architecture.name, place), row[place]) if is_int4 else row[place]
 
 
 def decode_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> DecodeTiles:
     """As `prefill_tiles`."""
     is_single = architecture.name != INTERPRETER.name and _is_single(q_dtype, kv_bits)
-    row = _SINGLE_DECODE_TILES if is_single else _DECODE_TILES[architecture.name, kv_bits]
-    return row[_dim_class(widest_dim)]
+    row = _SINGLE_DECODE_TILES if is_single else _DECODE_TILES[architecture.name, max(kv_bits, 8)]
+    place = _dim_class(widest_dim)
+    is_int4 = kv_bits == 4 and not is_single
+    return _INT4_DECODE_TILES.get((architecture.name, place), row[place]) if is_int4 else row[place]
 
 
 def split_limits(architecture: Architecture, num_head_tiles: int) -> SplitLimits:

@@ -2,7 +2,7 @@
 
 What is compiled is what the provider launches: the same plans, made for tensors without memory. The report
 (`pytest -s`) says registers, spilled bytes and shared memory of each. No decode kernel spills, none needs more shared
-memory than the architecture has.
+memory than the architecture has. The kernels of a decoder, which hold a row in registers, don't spill either.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from triton.compiler import ASTSource
 from pagedkv.kernels.triton.attention import plan_attention
 from pagedkv.kernels.triton.copy import plan_copy
 from pagedkv.kernels.triton.decode import plan_decode
+from pagedkv.kernels.triton.fused import MAX_HIDDEN_SIZE, plan_add_norm, plan_embed, plan_gate, plan_rotary
 from pagedkv.kernels.triton.launch import Launch
 from pagedkv.kernels.triton.layout import CacheArguments, allocate_storage
 from pagedkv.kernels.triton.provider import is_interpreted
 from pagedkv.kernels.triton.store import plan_store
+from pagedkv.kernels.triton.store_int4 import plan_rotate, plan_store_int4
 from pagedkv.kernels.triton.tuning import Architecture, amd_architecture, nvidia_architecture
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
-from pagedkv.plugin.kv_dtypes import BF16, FP16, FP32, KVDtype, ScaleGranularity
+from pagedkv.plugin.conformance.decoder import CASES, Case, make_shape, make_weights
+from pagedkv.plugin.interface import ModelInput
+from pagedkv.plugin.kv_dtypes import BF16, FP16, FP32, INT4, KVDtype, ScaleGranularity
 from pagedkv.plugin.model_spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="the interpreter takes the compiler's place")
@@ -81,7 +85,9 @@ def _spec(head_dim: int, **features: Any) -> AttentionSpec:
 
 
 ALL_FEATURES = {"sliding_window": 4096, "softcap": 50.0, "has_sinks": True, "has_alibi": True}
-ALL_KERNELS = ("_store_kernel", "_decode_kernel", "_reduce_kernel", "_attention_kernel", "_copy_kernel")
+STORE_INT4 = ("_store_keys_kernel", "_store_values_kernel", "_rotate_kernel")
+ALL_KERNELS = ("_store_kernel", "_decode_kernel", "_reduce_kernel", "_attention_kernel", "_copy_kernel", *STORE_INT4)
+ATTENTION = ("_decode_kernel", "_attention_kernel")
 DECODE = ("_decode_kernel", "_reduce_kernel")
 COVERING = [
     Variant("bf16-64", torch.bfloat16, BF16, _spec(64), ALL_KERNELS),
@@ -91,7 +97,10 @@ COVERING = [
     Variant("e5m2-64", torch.bfloat16, E5M2, _spec(64), ("_decode_kernel",)),
     Variant("e4m3-128", torch.bfloat16, E4M3, _spec(128), ("_store_kernel", "_decode_kernel", "_attention_kernel")),
     Variant("int8-static-256", torch.float16, INT8_STATIC, _spec(256), ALL_KERNELS[:3]),
-    Variant("fp32-256", torch.float32, FP32, _spec(256), ("_decode_kernel", "_attention_kernel")),
+    Variant("int4-64", torch.bfloat16, INT4, _spec(64), (*STORE_INT4, *ALL_KERNELS[1:4])),
+    Variant("int4-128-all-features", torch.bfloat16, INT4, _spec(128, **ALL_FEATURES), ATTENTION),
+    Variant("int4-256", torch.float16, INT4, _spec(256), (*STORE_INT4, *ATTENTION)),
+    Variant("fp32-256", torch.float32, FP32, _spec(256), ATTENTION),
 ]
 """Each line of the tuning tables but for narrower float32, each format, each feature."""
 EVERYTHING = [
@@ -99,6 +108,7 @@ EVERYTHING = [
     for kv_dtype, dtype in (
         (BF16, torch.bfloat16), (FP16, torch.float16), (FP32, torch.float32), (INT8, torch.bfloat16),
         (INT8_STATIC, torch.float16), (E4M3, torch.float16), (E4M3_STATIC, torch.bfloat16), (E5M2, torch.bfloat16),
+        (INT4, torch.bfloat16),
     )
     for dim in (32, 64, 80, 96, 128, 256)
     for features in ({}, ALL_FEATURES)
@@ -118,6 +128,44 @@ def test_compiles_within_the_limits(target: Target, variant: Variant) -> None:
             assert usage.spilled_bytes == 0 or usage.kernel not in DECODE, usage
 
 
+DECODERS = [
+    (torch.bfloat16, Case("llama", make_shape(hidden=4096, ffn=14336, head_dim=128))),
+    (torch.bfloat16, replace(CASES[3], name="qwen3-half", has_output_norms=True, rotated_share=0.5)),
+    (torch.float16, Case("widest", make_shape(hidden=MAX_HIDDEN_SIZE, head_dim=256, activation="gelu_tanh"))),
+    (torch.float32, Case("no positions", make_shape(activation="gelu"), has_head_norms=True, rotated_share=0.0)),
+]
+"""Each of the fused kernels' branches."""
+
+
+@pytest.mark.parametrize(("dtype", "case"), DECODERS, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_decoders_kernels_compile_without_spills(target: Target, dtype: torch.dtype, case: Case) -> None:
+    for launch in _decoder_launches(dtype, case):
+        usage = _compile(launch, target)
+        print(f"{target.name:7} {case.name:22} {usage}")
+        assert usage.shared_bytes <= target.max_shared_bytes, usage
+        assert usage.spilled_bytes == 0, usage
+
+
+def _decoder_launches(dtype: torch.dtype, case: Case) -> Iterator[Launch]:
+    """All that a step of one layer launches, the first and the last one's."""
+    shape, spec = case.shape, case.shape.attention
+    narrow = replace(case, shape=replace(shape, hidden_size=8, intermediate_size=8, vocab_size=8, num_layers=1))
+    layer = make_weights(narrow, dtype).layers[0]
+    batch = ModelInput(*(torch.empty(5, dtype=torch.int64, device=META) for _ in range(3)))
+    x, residual = (torch.empty(5, shape.hidden_size, dtype=kind, device=META) for kind in (dtype, torch.float32))
+    norm = residual[0]
+    x_norm = norm if case.has_output_norms else None
+    yield plan_embed(x, batch.token_ids, residual, norm, x, shape)
+    yield plan_add_norm(residual, x, x_norm, norm, x, shape, residual)
+    yield plan_add_norm(residual, x, x_norm, norm, x, shape, residual, batch.logit_rows)
+    yield plan_add_norm(residual, x, x_norm, norm, x, shape, None)
+    qkv = torch.empty(5, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, dtype=dtype, device=META)
+    yield plan_rotary(qkv, batch, layer, shape)
+    gate_up = torch.empty(5, 2 * shape.intermediate_size, dtype=dtype, device=META)
+    yield plan_gate(gate_up, gate_up[:, : shape.intermediate_size], shape.activation)
+
+
 def _launches(variant: Variant, architecture: Architecture) -> Iterator[Launch]:
     """All that a step of decodes and prompts launches."""
     spec = variant.spec
@@ -135,7 +183,9 @@ def _launches(variant: Variant, architecture: Architecture) -> Iterator[Launch]:
     )
     q = torch.empty(105, spec.num_heads, spec.head_dim, dtype=variant.q_dtype, device=META)
     k, v = q[:, : spec.num_kv_heads], q[:, : spec.num_kv_heads, : spec.v_head_dim]
-    out = torch.empty(105, spec.num_heads, spec.v_head_dim, dtype=variant.q_dtype, device=META)
+    is_rotated = variant.kv_dtype.has_rotated_values
+    out_dtype = torch.float32 if is_rotated else variant.q_dtype
+    out = torch.empty(105, spec.num_heads, spec.v_head_dim, dtype=out_dtype, device=META)
     heads = torch.empty(spec.num_heads, device=META)
     options = AttentionOptions(
         scale=0.125,
@@ -145,7 +195,11 @@ def _launches(variant: Variant, architecture: Architecture) -> Iterator[Launch]:
         alibi_slopes=heads if spec.has_alibi else None,
     )
     cache = CacheArguments(storage)
-    yield plan_store(cache, k, v, metadata, architecture)
+    if is_rotated:
+        yield from plan_store_int4(cache, k, v, metadata)
+        yield plan_rotate(out, out.to(variant.q_dtype))
+    else:
+        yield plan_store(cache, k, v, metadata, architecture)
     yield from plan_decode(out, q, cache, metadata, options, architecture)
     yield plan_attention(out, q, cache, metadata, options, architecture, first_row=5)
     yield plan_copy(storage.tensors["k"], storage.tensors["k"], torch.empty(3, 2, dtype=torch.int64, device=META))

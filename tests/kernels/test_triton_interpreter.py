@@ -33,6 +33,12 @@ PARTS = {
         "(float16-fp16 or float16-int8) and nan_in_k_and_v or float16-fp16 and padding_rows",
     ),
     "quantized": ("test_triton_quantized.py", ""),
+    "4 bits": ("test_triton_int4.py", ""),
+    "4 bits read": (
+        "test_triton_conformance.py",
+        "float16-int4 and (every_precision or padding_rows or head_dims and 80"
+        " or test_features and int4-all or never_matter and nan_in_k_and_v)",
+    ),
     "decoder": ("test_triton_decoder.py", ""),
     "benchmark": ("test_triton_bench.py", ""),
 }
