@@ -3,9 +3,10 @@
     python integration/bench/gpu.py [--json gpu.json]
 
 Checks values against float64 dense attention in float16 and bfloat16, then measures decode bandwidth (bytes of KV read
-over time, beside the bandwidth of a large copy on the same device in the same run) for each KV dtype, and the rate of
-prefill beside torch's own attention on contiguous tensors. Under 8 minutes; needs torch and triton and no installation
-of pagedkv. Exit code: 0 when all values are right, 1 when one is not, 2 without a GPU.
+over time, beside the bandwidth of a large copy on the same device in the same run) for each KV dtype, the rate of
+prefill beside torch's own attention on contiguous tensors, and decode steps of the demo model's shape with and without
+CUDA graphs. Under 8 minutes; needs torch and triton and no installation of pagedkv. Exit code: 0 when all values are
+right, 1 when one is not, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _make_importable() -> None:
     except ImportError:
         package = Path(tempfile.mkdtemp()) / "pagedkv"
         package.mkdir()
-        for name in ("plugin", "kernels"):
+        for name in ("plugin", "kernels", "integration"):
             (package / name).symlink_to(ROOT / name)
         sys.path.insert(0, str(package.parent))
 
@@ -43,6 +44,9 @@ def _make_importable() -> None:
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, Path(__file__).parent)]
 _make_importable()
 
+from pagedkv.integration.bench.gpu_steps import DEMO_SHAPE, measure_steps  # noqa: E402
+from pagedkv.integration.bench.gpu_steps import make_weights as make_decoder_weights  # noqa: E402
+from pagedkv.kernels.triton.decoder import TritonDecoderKernels  # noqa: E402
 from pagedkv.kernels.triton.provider import TritonKernels  # noqa: E402
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions  # noqa: E402
 from pagedkv.plugin.conformance.attention_oracle import (  # noqa: E402
@@ -54,6 +58,7 @@ from pagedkv.plugin.conformance.attention_oracle import (  # noqa: E402
     make_rows,
     store_tokens,
 )
+from pagedkv.plugin.decoder import DecoderShape  # noqa: E402
 from pagedkv.plugin.errors import PagedKVError  # noqa: E402
 from pagedkv.plugin.interface import KVStorage  # noqa: E402
 from pagedkv.plugin.kv_dtypes import (  # noqa: E402
@@ -116,10 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\ncopy: {report['copy_bytes_per_s'] / 1e9:.0f} GB/s")
     report["decode"] = list(measure_decodes(kernels, device, report["copy_bytes_per_s"]))
     report["prefill"] = list(measure_prefills(kernels, device))
+    report["steps"] = list(report_steps(kernels, device))
     report["run_s"] = round(time.monotonic() - started, 1)
     json_path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\n{report['run_s']} s, written to {json_path}")
-    return 1 if report["correctness"]["failures"] else 0
+    is_right = not report["correctness"]["failures"] and all(step["is_right"] for step in report["steps"])
+    return 0 if is_right else 1
 
 
 def kv_dtypes() -> list[KVDtype]:
@@ -336,6 +343,25 @@ def _prefill_s(
             device,
         ),
     )
+
+
+def report_steps(
+    kernels: TritonKernels,
+    device: torch.device,
+    shape: DecoderShape = DEMO_SHAPE,
+    dtype: torch.dtype = torch.bfloat16,
+    **sizes: Any,
+) -> Iterator[dict[str, Any]]:
+    """Decode steps without and with graphs; `sizes` are those of `measure_steps`."""
+    weights = make_decoder_weights(shape, dtype, device, max_positions=8192)
+    decoder = TritonDecoderKernels.create(device).build(weights)
+    print(f"\n{'step':>10} {'context':>8} {'ms':>9} {'by graph':>9} {'saved':>7}")
+    for figure in measure_steps(decoder, kernels, shape, dtype, device, **sizes):
+        print(
+            f"{figure.batch_size:>10} {figure.context_len:>8} {figure.eager_ms:>9.2f} {figure.graph_ms:>9.2f} "
+            f"{figure.saved_share:>7.0%}{'' if figure.is_right else f'  WRONG by {figure.error:.1e}'}"
+        )
+        yield {**asdict(figure), "saved_share": figure.saved_share, "is_right": figure.is_right}
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.integration.bench import gpu
+from pagedkv.integration.bench import gpu, gpu_steps
 from pagedkv.kernels.triton.provider import TritonKernels, is_interpreted
+from pagedkv.plugin.backend.graphs import PaddedDecodes
 from pagedkv.plugin.kv_dtypes import FP16
 from pagedkv.plugin.model_spec import AttentionSpec
 
@@ -37,6 +38,28 @@ def test_right_values_pass_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyPa
     right = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *arguments: right(*arguments) * 1.01)
     assert len(gpu.check_values(kernels, DEVICE, [CASE])["failures"]) == 1
+
+
+@needs_kernels
+def test_steps_by_graph_are_held_against_those_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = AttentionSpec(2, 1, 16, 16)
+    shape = replace(
+        gpu_steps.DEMO_SHAPE, attention=attention, num_layers=1, hidden_size=32, intermediate_size=48, vocab_size=60
+    )
+    sizes = {"batch_sizes": (1, 3), "context_len": 20, "repeats": 1}
+    kernels = TritonKernels.create(DEVICE)
+    steps = list(gpu.report_steps(kernels, DEVICE, shape, torch.float16, **sizes))
+    assert [(step["batch_size"], step["context_len"]) for step in steps] == [(1, 20), (3, 20)]
+    for step in steps:
+        assert step["is_right"]
+        assert step["saved_share"] == 1 - step["graph_ms"] / step["eager_ms"]
+    assert "WRONG" not in capsys.readouterr().out
+    right = PaddedDecodes.run
+    monkeypatch.setattr(PaddedDecodes, "run", lambda self, step: right(self, step) * 1.1)
+    assert not any(step["is_right"] for step in gpu.report_steps(kernels, DEVICE, shape, torch.float16, **sizes))
+    assert "WRONG by 1.0e-01" in capsys.readouterr().out
 
 
 def test_checks_cover_every_feature_in_both_dtypes() -> None:
