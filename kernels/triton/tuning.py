@@ -120,7 +120,7 @@ values that wait for its entries: 3 hold one tile in flight, 5 hold two."""
 _SINGLE_DECODE_TILES = (DecodeTiles(32, 4, 2, 16), DecodeTiles(32, 4, 2, 16), DecodeTiles(16, 8, 2, 16))
 
 _INT4_PREFILL_TILES = {("sm_80", 2): PrefillTiles(32, 32, 8, 2), ("sm_100", 2): PrefillTiles(64, 64, 8, 2)}
-_INT4_DECODE_TILES = {("sm_100", 1): DecodeTiles(32, 4, 5, 16)}
+_INT4_DECODE_TILES = {("sm_100", 1): DecodeTiles(64, 4, 3, 8)}
 """Where turning 4 bits into numbers takes more registers than those tiles leave: by architecture and class of dim."""
 
 

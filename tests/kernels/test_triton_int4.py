@@ -19,6 +19,7 @@ from pagedkv.plugin.conformance.attention_oracle import Row, make_metadata
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import INT4
 from pagedkv.plugin.model_spec import AttentionSpec
+from pagedkv.plugin.step_plan import BlockCopy, BlockId
 
 pytestmark = pytest.mark.skipif(
     not is_interpreted() and not torch.cuda.is_available(),
@@ -27,9 +28,9 @@ pytestmark = pytest.mark.skipif(
 DEVICE = torch.device("cpu") if is_interpreted() else torch.device("cuda", 0)
 BLOCK_SIZE = 8
 STEPS = {
-    "at once": [(0, 21)],
-    "token by token": [(at, at + 1) for at in range(21)],
-    "chunks": [(0, 3), (3, 12), (12, 16), (16, 21)],
+    "at once": [(0, 13)],
+    "token by token": [(at, at + 1) for at in range(13)],
+    "chunks": [(0, 3), (3, 8), (8, 13)],
 }
 """First and last token of each call."""
 
@@ -46,26 +47,26 @@ def _slots(table: list[int], first: int, last: int) -> list[int]:
 
 
 def _fill(kernels: AttentionKernels, spec: AttentionSpec, steps: list[tuple[int, int]]) -> KVStorage:
-    """Two sequences of 21 tokens in blocks that others have used, a padding row between them."""
+    """Two sequences of 13 tokens in blocks that others have used, a padding row between them."""
     generator = torch.Generator().manual_seed(3)
-    storage = kernels.allocate(spec.cache_spec(BLOCK_SIZE, INT4), 7)
+    storage = kernels.allocate(spec.cache_spec(BLOCK_SIZE, INT4), 6)
     for tensor in storage.tensors.values():
         tensor.copy_(torch.randint(-128, 127, tensor.shape, generator=generator).to(tensor.dtype))
-    shapes = [(2, 21, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.v_head_dim)]
+    shapes = [(2, 13, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.v_head_dim)]
     k, v = ((torch.randn(shape, generator=generator) * 3 + 1).to(DEVICE) for shape in shapes)
     k[..., 5] *= 30
     for first, last in steps:
-        slots = [*_slots([4, 0, 6], first, last), -1, *_slots([1, 5, 2], first, last)]
+        slots = [*_slots([4, 0], first, last), -1, *_slots([1, 5], first, last)]
         rows = [torch.cat([x[0, first:last], x[0, :1], x[1, first:last]]) for x in (k, v)]
         kernels.store(storage, rows[0], rows[1], _metadata(slots))
     return storage
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("dims", [(64, 64), (80, 96), (32, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(80, 96), (64, 128)], ids=str)
 def test_blocks_hold_what_those_of_reference_hold(steps: list[tuple[int, int]], dims: tuple[int, int]) -> None:
     spec = AttentionSpec(2, 2, *dims)
-    slots = torch.tensor(_slots([4, 0, 6], 0, 21) + _slots([1, 5, 2], 0, 21), device=DEVICE)
+    slots = torch.tensor(_slots([4, 0], 0, 13) + _slots([1, 5], 0, 13), device=DEVICE)
     numbers = [
         kernels.read(_fill(kernels, spec, steps), slots)
         for kernels in (TritonKernels.create(DEVICE), ReferenceKernels.create(DEVICE))
@@ -84,6 +85,18 @@ def test_rotated_twice_is_as_before(dim: int) -> None:
     assert not torch.allclose(once, x, atol=0.1)
     torch.testing.assert_close(twice, x)
     torch.testing.assert_close(once.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_blocks_are_copied_whose_bytes_are_no_multiple_of_four() -> None:
+    kernels = TritonKernels.create(DEVICE)
+    storage = kernels.allocate(AttentionSpec(3, 3, 24, 24).cache_spec(BLOCK_SIZE, INT4), 3)
+    first = storage.tensors["k_first"]
+    assert first[0].numel() == 18
+    first.copy_(torch.arange(first.numel()).view(first.shape))
+    expected = first.clone()
+    expected[2] = first[1]
+    kernels.copy_blocks(storage, [BlockCopy(BlockId(1), BlockId(2))])
+    assert torch.equal(first, expected)
 
 
 def test_blocks_of_other_sizes_are_refused_with_the_reason() -> None:

@@ -36,8 +36,7 @@ PARTS = {
     "4 bits": ("test_triton_int4.py", ""),
     "4 bits read": (
         "test_triton_conformance.py",
-        "float16-int4 and (every_precision or padding_rows or head_dims and 80"
-        " or test_features and int4-all or never_matter and nan_in_k_and_v)",
+        "float16-int4 and (every_precision or padding_rows or head_dims and 80 or keep_away and int4-all)",
     ),
     "decoder": ("test_triton_decoder.py", ""),
     "benchmark": ("test_triton_bench.py", ""),
