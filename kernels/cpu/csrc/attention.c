@@ -2,33 +2,20 @@
 
 #include <omp.h>
 
-#include "blocks.h"
-#include "softmax.h"
+#include "results.h"
+#include "scratch.h"
+#include "sharing.h"
 
 #define EXPORT __attribute__((visibility("default")))
-
-enum {
-    CHUNK_ROWS = 24,  // of an item at once: their scores with a tile stay in the L1 cache
-    SCORES_STRIDE = TILE_TOKENS + COLUMNS_STEP,
-};
-
-typedef struct {
-    const char **k_groups, **v_segments;
-    char *packed_k, *packed_v;
-    float *q, *q_scales;      // of all rows; so are max, total and sums
-    uint16_t *q_pairs;
-    float *max, *total, *sums;
-    float *k_scales, *v_scales;  // of a tile
-    float *scores, *weight_scales;  // of a chunk
-    uint16_t *weight_pairs;
-} Scratch;
 
 typedef struct {
     const AttendArgs *args;
     const Group *group;
     Scratch *scratch;
     Layout layout;
-    int64_t rows;  // row = query × group size + head in group
+    int64_t rows;        // row = query × group size + head in group
+    int64_t chunk_rows;  // that are done at once
+    int64_t alike;       // rows that register tiles are cut from, see `Product`; 0: all of a chunk
 } Work;
 
 // ---------------------------------------------------------------------------------------------------------- the tiles
@@ -53,6 +40,7 @@ static void multiply_keys(const Work *work, const Chunk *chunk) {
         .lda = lda,
         .ldc = SCORES_STRIDE,
         .rows = chunk->rows,
+        .alike = work->alike ? work->alike : chunk->rows,
         .columns = chunk->high - chunk->low,
         .depth = work->args->head_dim,
         .line_bytes = work->layout.k_line_bytes,
@@ -77,6 +65,7 @@ static void multiply_values(const Work *work, const Chunk *chunk) {
         .lda = SCORES_STRIDE / places,
         .ldc = dim,
         .rows = chunk->rows,
+        .alike = work->alike ? work->alike : chunk->rows,
         .columns = dim,
         .depth = chunk->high - chunk->low,
         .line_bytes = layout->v_line_bytes,
@@ -101,14 +90,15 @@ static void soften(const Work *work, const Chunk *chunk) {
     const AttendArgs *args = work->args;
     Scratch *scratch = work->scratch;
     int format = work->layout.format;
-    int64_t count = chunk->high - chunk->low, padded = round_up(count, LANES);
+    int64_t count = chunk->high - chunk->low, padded = round_up(count, LANES), size = group_size(args);
     const float *k_scales = args->k_scales.data ? scratch->k_scales + chunk->low : NULL;
     const float *v_scales = args->v_scales.data ? scratch->v_scales + chunk->low : NULL;
     int is_plain = format == B_BF16_DOT && args->scale > 0 && !k_scales && !args->softcap && !args->alibi_slopes;
     for (int64_t r = 0; r < chunk->rows; r++) {
         int64_t row = chunk->first_row + r;
         float *scores = scratch->scores + r * SCORES_STRIDE + chunk->low, scale = 1.0f, max;
-        RowView view = view_row(args, work->group, row, chunk->start + chunk->low, count);
+        int64_t head = work->group->head * size + row % size;
+        RowView view = view_row(args, head, scratch->queries[row / size].position - chunk->start - chunk->low, count);
         if (is_plain && view.low == 0 && view.high == padded) {
             scale = args->scale * LOG2_E;
             max = find_max(scores, padded) * scale;
@@ -137,7 +127,7 @@ static void attend_tile(const Work *work, const Item *item, int64_t start, int64
     const AttendArgs *args = work->args;
     Scratch *scratch = work->scratch;
     const Layout *layout = &work->layout;
-    int64_t offset = layout->is_direct ? start - item->start : 0;
+    int64_t offset = layout->is_direct ? start - item->start : 0, size = group_size(args);
     if (args->kv_dtype == INT4) {
         pack_nibble_tile(args, layout, work->group, start, end, item->end, scratch->packed_k, scratch->packed_v);
     } else if (!layout->is_direct) {
@@ -148,12 +138,12 @@ static void attend_tile(const Work *work, const Item *item, int64_t start, int64
     Chunk chunk = {.start = start, .fetches = layout->is_direct};
     chunk.k_groups = scratch->k_groups + offset / LANES;
     chunk.v_segments = scratch->v_segments + offset / layout->segment;
-    for (int64_t row = 0; row < work->rows; row += CHUNK_ROWS) {
+    for (int64_t row = 0; row < work->rows; row += work->chunk_rows) {
         chunk.first_row = row;
-        chunk.rows = min64(CHUNK_ROWS, work->rows - row);
-        int64_t last = row + chunk.rows - 1, position = work->group->first_position - start;
-        chunk.high = min64(end - start, position + last / group_size(args) + 1);
-        int64_t seen = args->sliding_window ? position + row / group_size(args) + 1 - args->sliding_window : 0;
+        chunk.rows = min64(work->chunk_rows, work->rows - row);
+        const Query *first = &scratch->queries[row / size], *last = &scratch->queries[(row + chunk.rows - 1) / size];
+        chunk.high = min64(end, last->position + 1) - start;
+        int64_t seen = args->sliding_window ? first->position - start + 1 - args->sliding_window : 0;
         chunk.low = max64(0, seen) / MAX_SEGMENT * MAX_SEGMENT;
         if (chunk.low >= chunk.high) continue;
         attend_chunk(work, &chunk);
@@ -161,24 +151,7 @@ static void attend_tile(const Work *work, const Item *item, int64_t start, int64
     }
 }
 
-// ----------------------------------------------------------------------------------------------------------- results
-
-// Writes one row of the output: sums / total, the sink counted in the total.
-static void write_row(const AttendArgs *args, const Group *group, int64_t row, float max, float total, float *sums) {
-    int64_t query = group->first_query + row / group_size(args), dim = args->v_head_dim;
-    int64_t head = group->head * group_size(args) + row % group_size(args);
-    float factor = 1.0f;
-    if (args->sinks) {
-        float sink = args->sinks[head] * LOG2_E;
-        float new_max = sink > max ? sink : max;
-        factor = exp2f(max - new_max);
-        total = total * factor + exp2f(sink - new_max);
-    }
-    int64_t first = (query * args->num_heads + head) * dim;
-    factor /= total;
-    if (args->kv_dtype == INT4) rotate(sums, dim);
-    for (int64_t i = 0; i < dim; i += LANES) set_numbers(args->q_dtype, args->out, first + i, load(sums + i) * factor);
-}
+// ----------------------------------------------------------------------------------------------------------- an item
 
 static void read_queries(const Work *work) {
     const AttendArgs *args = work->args;
@@ -186,8 +159,8 @@ static void read_queries(const Work *work) {
     int format = work->layout.format;
     int64_t dim = args->head_dim, size = group_size(args);
     for (int64_t row = 0; row < work->rows; row++) {
-        int64_t token = work->group->first_query + row / size, head = work->group->head * size + row % size;
-        int64_t first = token * args->q_token_stride + head * args->q_head_stride;
+        int64_t head = work->group->head * size + row % size;
+        int64_t first = scratch->queries[row / size].token * args->q_token_stride + head * args->q_head_stride;
         float *q = scratch->q + row * dim;
         uint16_t *pairs = scratch->q_pairs + row * dim;
         if (format == B_BF16_DOT) {
@@ -199,88 +172,75 @@ static void read_queries(const Work *work) {
     }
 }
 
-static void run_item(const AttendArgs *args, const Group *group, const Item *item, float *partials, Scratch *scratch) {
-    int64_t rows = group->num_queries * group_size(args), dim = args->v_head_dim;
-    Work work = {args, group, scratch, choose_layout(args, rows), rows};
-    if (work.layout.is_direct) {
-        find_blocks(args, &work.layout, group, item->start, item->end, scratch->k_groups, scratch->v_segments);
-    } else {
-        find_packed(&work.layout, scratch->packed_k, scratch->packed_v, scratch->k_groups, scratch->v_segments);
+// Lists the queries of an item and of those that share its context. Returns how many they are.
+static int64_t list_queries(const Plan *plan, const Item *item, Query *queries) {
+    int64_t count = 0;
+    for (;; item = &plan->items[item->next]) {
+        const Group *group = &plan->groups[item->group];
+        for (int64_t i = 0; i < group->num_queries; i++) {
+            queries[count++] = (Query){group->first_query + i, group->first_position + i};
+        }
+        if (item->next < 0) return count;
     }
-    read_queries(&work);
-    memset(scratch->sums, 0, rows * dim * sizeof(float));
-    for (int64_t row = 0; row < rows; row++) {
+}
+
+// How the rows of an item are multiplied: to the same bits as those of its first sequence alone.
+static Work begin_work(const AttendArgs *args, const Plan *plan, const Item *item, Scratch *scratch) {
+    const Group *group = &plan->groups[item->group];
+    int64_t size = group_size(args), rows = list_queries(plan, item, scratch->queries) * size;
+    Work work = {args, group, scratch, choose_layout(args, group->num_queries * size), rows, CHUNK_ROWS, 0};
+    if (item->num_shared > 1) {
+        work.chunk_rows = CHUNK_ROWS / size * size;
+        work.alike = may_mix_rows(work.layout.format, size, args->v_head_dim) ? 0 : size;
+    }
+    return work;
+}
+
+static void attend_item(const Work *work, const Item *item) {
+    const Layout *layout = &work->layout;
+    Scratch *scratch = work->scratch;
+    if (layout->is_direct) {
+        find_blocks(work->args, layout, work->group, item->start, item->end, scratch->k_groups, scratch->v_segments);
+    } else {
+        find_packed(layout, scratch->packed_k, scratch->packed_v, scratch->k_groups, scratch->v_segments);
+    }
+    read_queries(work);
+    memset(scratch->sums, 0, work->rows * work->args->v_head_dim * sizeof(float));
+    for (int64_t row = 0; row < work->rows; row++) {
         scratch->max[row] = LOWEST;
         scratch->total[row] = 0.0f;
     }
-    for (int64_t start = item->start; start < item->end; start += work.layout.tile_tokens) {
-        attend_tile(&work, item, start, min64(start + work.layout.tile_tokens, item->end));
+    for (int64_t start = item->start; start < item->end; start += layout->tile_tokens) {
+        attend_tile(work, item, start, min64(start + layout->tile_tokens, item->end));
     }
-    if (item->partial < 0) {
-        for (int64_t row = 0; row < rows; row++) {
-            write_row(args, group, row, scratch->max[row], scratch->total[row], scratch->sums + row * dim);
+}
+
+// Writes the rows of an item and of those that share its context, and merges the groups that this completes: waiting for
+// all threads in between would cost more.
+static void finish_item(const AttendArgs *args, const Plan *plan, const Item *item, Scratch *scratch) {
+    for (int64_t row = 0;; item = &plan->items[item->next]) {
+        Group *group = &plan->groups[item->group];
+        float *partial = item->partial < 0 ? NULL : plan->partials + item->partial;
+        write_rows(args, group, partial, scratch->max + row, scratch->total + row, scratch->sums + row * args->v_head_dim);
+        row += group->num_queries * group_size(args);
+        if (group->num_items > 1 && __atomic_sub_fetch(&group->num_open, 1, __ATOMIC_ACQ_REL) == 0) {
+            merge_group(args, group, plan->partials, scratch->merged);
         }
-        return;
-    }
-    float *partial = partials + item->partial;
-    memcpy(partial, scratch->max, rows * sizeof(float));
-    memcpy(partial + rows, scratch->total, rows * sizeof(float));
-    memcpy(partial + 2 * rows, scratch->sums, rows * dim * sizeof(float));
-}
-
-static void merge_group(const AttendArgs *args, const Group *group, const float *partials, Scratch *scratch) {
-    int64_t rows = group->num_queries * group_size(args), dim = args->v_head_dim, size = rows * (dim + 2);
-    const float *first = partials + group->partial;
-    for (int64_t row = 0; row < rows; row++) {
-        float max = LOWEST, total = 0.0f;
-        for (int64_t i = 0; i < group->num_items; i++) max = fmaxf(max, first[i * size + row]);
-        memset(scratch->sums, 0, dim * sizeof(float));
-        for (int64_t i = 0; i < group->num_items; i++) {
-            const float *part = first + i * size;
-            float factor = exp2f(part[row] - max);
-            total += part[rows + row] * factor;
-            for (int64_t d = 0; d < dim; d++) scratch->sums[d] += part[2 * rows + row * dim + d] * factor;
-        }
-        write_row(args, group, row, max, total, scratch->sums);
+        if (item->next < 0) return;
     }
 }
 
-static void clear_padding(const AttendArgs *args) {
-    int64_t token_bytes = args->num_heads * args->v_head_dim * element_bytes(args->q_dtype);
-    for (int64_t i = 0; i < args->num_sequences; i++) {
-        int64_t first = args->cu_seqlens_q[i], count = args->cu_seqlens_q[i + 1] - first;
-        if (args->seq_lens[i] == 0) memset((char *)args->out + first * token_bytes, 0, count * token_bytes);
-    }
-}
+// ------------------------------------------------------------------------------------------------------------ a call
 
-// -------------------------------------------------------------------------------------------------------- the workspace
-
-INLINE void *take(char **place, int64_t bytes) {
-    void *start = *place;
-    *place += round_up(bytes, 64);
-    return start;
-}
-
-// Lays a thread's scratch out at *place.
-static Scratch take_scratch(const AttendArgs *args, char **place) {
-    int64_t rows = max_rows(args), chunk = CHUNK_ROWS * SCORES_STRIDE;
-    return (Scratch){
-        .k_groups = take(place, MAX_GROUPS * sizeof(char *)),
-        .v_segments = take(place, MAX_SEGMENTS * sizeof(char *)),
-        .packed_k = take(place, args->head_dim * TILE_TOKENS * 4),
-        .packed_v = take(place, args->v_head_dim * TILE_TOKENS * 4),
-        .q = take(place, rows * args->head_dim * 4),
-        .q_scales = take(place, rows * 4),
-        .q_pairs = take(place, rows * args->head_dim * 2),
-        .max = take(place, rows * 4),
-        .total = take(place, rows * 4),
-        .sums = take(place, rows * args->v_head_dim * 4),
-        .k_scales = take(place, SCORES_STRIDE * 4),
-        .v_scales = take(place, SCORES_STRIDE * 4),
-        .scores = take(place, chunk * 4),
-        .weight_scales = take(place, CHUNK_ROWS * 4),
-        .weight_pairs = take(place, chunk * 2),
-    };
+// Lays the plan out at *place, as large as it was counted.
+static void take_plan(Plan *plan, char **place) {
+    plan->table_bits = 4;
+    while (1 << plan->table_bits < plan->num_items) plan->table_bits++;
+    plan->groups = take(place, plan->num_groups * (int64_t)sizeof(Group));
+    plan->items = take(place, plan->num_items * (int64_t)sizeof(Item));
+    plan->order = take(place, plan->num_items * (int64_t)sizeof(int32_t));
+    plan->last_seen = take(place, (int64_t)sizeof(int32_t) << plan->table_bits);
+    plan->partials = take(place, plan->partial_floats * 4);
 }
 
 // Attends. Returns the bytes of workspace that this takes; with fewer it does nothing else.
@@ -288,31 +248,29 @@ EXPORT int64_t pagedkv_attend(const AttendArgs *args, char *workspace, int64_t w
     Plan plan = {0};
     make_plan(args, &plan);
     char *place = (char *)(uintptr_t)round_up((int64_t)(uintptr_t)workspace, 64);
-    plan.groups = take(&place, plan.num_groups * (int64_t)sizeof(Group));
-    plan.items = take(&place, plan.num_items * (int64_t)sizeof(Item));
-    float *partials = take(&place, plan.partial_floats * 4);
+    take_plan(&plan, &place);
     char *scratches = place;
     take_scratch(args, &place);
     int64_t scratch_bytes = place - scratches;
     int64_t needed = scratches - workspace + scratch_bytes * args->num_threads;
     if (needed > workspace_bytes) return needed + 64;
     make_plan(args, &plan);
+    share_contexts(args, &plan);
+    order_items(&plan);
     clear_padding(args);
     // A thread takes all heads of the same context where enough is left for the other threads.
-    int64_t heads = args->num_kv_heads, chunk = plan.num_items >= 4 * heads * args->num_threads ? heads : 1;
+    int64_t heads = args->num_kv_heads, chunk = plan.num_ordered >= 4 * heads * args->num_threads ? heads : 1;
 #pragma omp parallel num_threads(args->num_threads)
     {
         char *own = scratches + scratch_bytes * omp_get_thread_num();
         Scratch scratch = take_scratch(args, &own);
         // The last items of a long prompt see the most of it: begun first, none of them is waited for at the end.
 #pragma omp for schedule(dynamic, chunk) nowait
-        for (int64_t i = plan.num_items - 1; i >= 0; i--) {
-            Group *group = &plan.groups[plan.items[i].group];
-            run_item(args, group, &plan.items[i], partials, &scratch);
-            // Who finishes a group merges it: waiting for all threads in between would cost more.
-            if (group->num_items > 1 && __atomic_sub_fetch(&group->num_open, 1, __ATOMIC_ACQ_REL) == 0) {
-                merge_group(args, group, partials, &scratch);
-            }
+        for (int64_t i = plan.num_ordered - 1; i >= 0; i--) {
+            const Item *item = &plan.items[plan.order[i]];
+            Work work = begin_work(args, &plan, item, &scratch);
+            attend_item(&work, item);
+            finish_item(args, &plan, item, &scratch);
         }
     }
     return needed;

@@ -51,6 +51,7 @@ typedef struct {
     const char *const *b;   // where each LANES columns begin, or each `segment` steps
     float *c;               // [rows, ldc]
     int64_t lda, ldc, rows, columns, depth;
+    int64_t alike;       // rows that register tiles are cut from: they never span two such runs of rows
     int64_t line_bytes;  // from a line of B to the next
     int64_t segment;     // steps that lie together; even
     int64_t ahead;       // entries of b in front of the product that are asked for from memory; 0: none
@@ -153,6 +154,12 @@ INLINE void add_lines(const int format, const int rows, const int vectors, const
 
 // Few rows need a second set of sums to hide the latency of a multiply-add.
 INLINE int has_two_sets(int format, int rows, int vectors) { return !is_dot(format) && rows * vectors <= 4; }
+
+// Whether a row's bits are the same in any tiles that are cut from whole runs of `alike` rows: always but where a second
+// set of sums comes and goes with the number of rows.
+INLINE int may_mix_rows(int format, int64_t alike, int64_t v_dim) {
+    return is_dot(format) || (alike >= 3 && v_dim % (2 * LANES) == 0);  // 3 rows × 2 vectors are more than 4 already
+}
 
 INLINE void begin_tile(const int rows, const int vectors, Sums sums) {
 #pragma GCC unroll 6
@@ -258,28 +265,29 @@ static tile_fn *const steps_tiles[NUM_B_FORMATS][MAX_TILE_VECTORS / 2 + 1][MAX_T
 
 #define COLUMNS_STEP (LANES * MAX_TILE_VECTORS)
 
-// C[rows, columns] = A[rows, depth] × B[depth, columns]. Writes whole tiles: C has room for, and b entries for, columns
-// up to the next multiple of COLUMNS_STEP.
-static void multiply_columns(int format, const Product *p) {
-    int64_t num_chunks = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-    for (int64_t column = 0; column < p->columns; column += COLUMNS_STEP) {
+// Runs a tile function on all rows, cut evenly.
+INLINE void run_tiles(tile_fn *const *tiles, const Product *p, int64_t column) {
+    int64_t num_chunks = (p->alike + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    for (int64_t row = 0; row < p->rows; row += p->alike) {
         for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-            int64_t first = p->rows * chunk / num_chunks, count = p->rows * (chunk + 1) / num_chunks - first;
-            columns_tiles[format][count - 1](p, first, column);
+            int64_t first = p->alike * chunk / num_chunks, count = p->alike * (chunk + 1) / num_chunks - first;
+            tiles[count - 1](p, row + first, column);
         }
     }
 }
 
+// C[rows, columns] = A[rows, depth] × B[depth, columns]. Writes whole tiles: C has room for, and b entries for, columns
+// up to the next multiple of COLUMNS_STEP.
+static void multiply_columns(int format, const Product *p) {
+    for (int64_t column = 0; column < p->columns; column += COLUMNS_STEP) run_tiles(columns_tiles[format], p, column);
+}
+
 // C[rows, columns] += A[rows, depth] × B[depth, columns]; columns are a multiple of LANES.
 static void multiply_steps(int format, const Product *p) {
-    int64_t num_chunks = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     for (int64_t column = 0; column < p->columns;) {
         int kind = MAX_TILE_VECTORS / 2;
         while ((LANES << kind) > p->columns - column) kind--;
-        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-            int64_t first = p->rows * chunk / num_chunks, count = p->rows * (chunk + 1) / num_chunks - first;
-            steps_tiles[format][kind][count - 1](p, first, column);
-        }
+        run_tiles(steps_tiles[format][kind], p, column);
         column += LANES << kind;
     }
 }

@@ -14,8 +14,10 @@
 enum {
     MAX_ITEM_ROWS = 192,  // query × head rows of an item, when one token's heads are not more
     FEW_ROWS = 32,
-    SPLIT_TOKENS_FEW_ROWS = 1024,   // context of an item of few rows; a multiple of every block size
+    SPLIT_TOKENS_FEW_ROWS = 1024,  // context of an item of few rows; a multiple of every block size
     SPLIT_TOKENS_MANY_ROWS = 4096,  // enough rows that merging partial results is cheap
+    MAX_SHARED_GROUP = 12,          // rows of a sequence that may be joined with those of others
+    MIN_ITEMS_PER_THREAD = 4,       // that joining leaves, where there were as many
 };
 
 typedef struct {
@@ -43,12 +45,17 @@ typedef struct {
 typedef struct {
     int64_t group, start, end;  // tokens of the context
     int64_t partial;            // where its result goes, in floats; -1 is the output itself
+    int64_t next;               // an item of another sequence that is done with this one; -1: none
+    int64_t num_shared;         // sequences of this item and those behind it; 0 if it is done with another one
 } Item;
 
 typedef struct {
     Group *groups;
     Item *items;
-    int64_t num_groups, num_items, partial_floats;
+    int32_t *order;      // the items that are done by themselves
+    int32_t *last_seen;  // items by the first block of their context, 2^table_bits of them; -1: none
+    float *partials;
+    int64_t num_groups, num_items, num_ordered, partial_floats, table_bits;
 } Plan;
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -74,7 +81,7 @@ static void add_groups(const AttendArgs *args, Plan *plan, Group group) {
         int64_t item_end = min64(end, (start / split + 1) * split);
         for (int64_t head = heads - 1; head >= 0; head--) {
             int64_t partial = plan->partial_floats + (head * group.num_items + i) * item_floats;
-            Item item = {plan->num_groups + head, start, item_end, item_floats ? partial : -1};
+            Item item = {plan->num_groups + head, start, item_end, item_floats ? partial : -1, -1, 1};
             if (plan->items) plan->items[plan->num_items] = item;
             plan->num_items++;
         }

@@ -11,10 +11,10 @@ typedef struct {
     int64_t head, position, low, high;
 } RowView;
 
-INLINE RowView view_row(const AttendArgs *args, const Group *group, int64_t row, int64_t start, int64_t count) {
-    int64_t position = group->first_position + row / group_size(args) - start;
+// `position` is relative to the first of `count` scores.
+INLINE RowView view_row(const AttendArgs *args, int64_t head, int64_t position, int64_t count) {
     return (RowView){
-        .head = group->head * group_size(args) + row % group_size(args),
+        .head = head,
         .position = position,
         .low = args->sliding_window ? max64(0, position + 1 - args->sliding_window) : 0,
         .high = min64(count, position + 1),
