@@ -23,6 +23,8 @@ PACKAGES = ("plugin", "kernels", "adapters", "integration")
 BUILD_INPUTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 OF_A_CLONE_ALONE = {".sh", ".md"}
 """Scripts that install, and notes for who reads the source: the wheel does without."""
+FIGURES_OF_NOTES = ROOT / "integration" / "tuning"
+"""Pictures that the tuning guide shows: the wheel does without, too."""
 
 OUR_KERNELS = Path(pagedkv.kernels.__file__).parent
 REPORT = """
@@ -99,6 +101,7 @@ def test_wheel_holds_every_module_and_data_file(wheel_names: set[str]) -> None:
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in OF_A_CLONE_ALONE
+        if FIGURES_OF_NOTES not in path.parents
     }
     assert {name for name in wheel_names if name.startswith("pagedkv/")} == expected
 
