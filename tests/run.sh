@@ -10,7 +10,7 @@ export PYTHONSAFEPATH=1
 set -- "$@"
 arguments=("$@")
 
-set -- demo dev gpu otel
+set -- demo dev gpu otel bench
 # shellcheck source=integration/venv.sh
 source integration/venv.sh "$@"
 export PATH="$PWD/.venv/bin:$PATH"

@@ -102,14 +102,30 @@ def read_shape(model: Any, spec: ModelSpec) -> DecoderShape:
     return DecoderShape(
         attention=attention,
         num_layers=len(layers),
-        hidden_size=config.hidden_size,
+        hidden_size=_find(config, "hidden_size"),
         intermediate_size=_find(layers[0], "mlp.down_proj").weight.shape[1],
         vocab_size=spec.vocab_size,
         activation=_ACTIVATIONS[activation],
-        norm_eps=config.rms_norm_eps,
+        norm_eps=_find(config, "rms_norm_eps"),
         embedding_scale=_embedding_scale(model),
         logits_softcap=getattr(config, "final_logit_softcapping", None),
     )
+
+
+def count_table_bytes(model: Any, spec: ModelSpec) -> int:
+    """Bytes of the tables that decoder kernels keep beside the weights; 0 where the model is not of the shape.
+
+    Args:
+        model: may be on the meta device.
+    """
+    try:
+        read_shape(model, spec)
+    except NotLlamaShapedError:
+        return 0
+    rotaries: dict[str, Rotary] = {}
+    for layer in model.model.layers:
+        _rotary(model, layer, spec, rotaries)
+    return sum(rotary.cos.nbytes + rotary.sin.nbytes for rotary in rotaries.values())
 
 
 def read_weights(

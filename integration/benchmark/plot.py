@@ -16,7 +16,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install matplotlib") from error
+        raise ConfigError("plots need matplotlib: pip install 'pagedkv[bench]'") from error
 
 
 def draw(report: Report) -> Any:

@@ -115,7 +115,7 @@ def save_plot(report: Report, file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+        raise ConfigError("--plot needs matplotlib: pip install 'pagedkv[bench]'") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     kinds = dict.fromkeys(kind for of_dtype in report.results.values() for kind in of_dtype)

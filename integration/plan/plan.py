@@ -14,7 +14,7 @@ from pagedkv.integration.plan.capacities import Holding, hold_contiguous, hold_p
 from pagedkv.integration.plan.layer_kinds import LayerKind, find_layer_kinds
 from pagedkv.integration.plan.model_facts import ModelFacts, read_model
 from pagedkv.integration.plan.traffic import Traffic
-from pagedkv.integration.plan.weights import count_weight_bytes
+from pagedkv.integration.plan.weights import count_decoder_bytes, count_weight_bytes
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError, PagedKVError, UnsupportedError
 from pagedkv.plugin.kv_dtypes import KVDtype, find_kv_dtype, known_kv_dtypes
@@ -182,7 +182,7 @@ class Plan:
                 f"the weights of {self.facts.spec.architecture} can't be counted from its config.json "
                 f"({self.facts.refusal}); give them with --weights"
             )
-        return counted
+        return counted + count_decoder_bytes(self.facts, self.config, num_shards)
 
     def _shard(self, num_shards: int) -> ModelSpec:
         spec = self.facts.spec.with_dtype(self.config.dtype)

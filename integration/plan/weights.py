@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from pagedkv.adapters.transformers.fused_decoder import count_table_bytes
+from pagedkv.adapters.transformers.paged_model import OFF
 from pagedkv.adapters.transformers.sharding import count_shard_parameters
 from pagedkv.integration.plan.model_facts import ModelFacts
+from pagedkv.plugin.resolved_config import ResolvedConfig
 
 
 def count_weight_bytes(facts: ModelFacts, dtype: torch.dtype, num_shards: int) -> int | None:
@@ -19,6 +22,14 @@ def count_weight_bytes(facts: ModelFacts, dtype: torch.dtype, num_shards: int) -
     counts = count_shard_parameters(modules, num_shards, facts.spec.layers[0].num_kv_heads)
     num_bits = sum(count * _bits(name, facts, dtype) for name, count in counts.items())
     return num_bits // 8 + sum(buffer.nbytes for buffer in modules.buffers())
+
+
+def count_decoder_bytes(facts: ModelFacts, config: ResolvedConfig, num_shards: int) -> int:
+    """What decoder kernels keep beside the weights; 0 where the model runs as its modules do."""
+    runs_fused = config.backend == "paged" and config.model.decoder != OFF and num_shards == 1
+    if not runs_fused or facts.refusal or facts.modules is None:
+        return 0
+    return count_table_bytes(facts.modules, facts.spec)
 
 
 def _bits(name: str, facts: ModelFacts, dtype: torch.dtype) -> int:

@@ -25,7 +25,7 @@ if behaviour == "fails":
     sys.exit(5)
 texts = dict.fromkeys(("model", "architecture", "dtype", "device", "backend", "attention_kernels", "kv_dtype"), "x")
 numbers = dict.fromkeys(("block_size", "num_blocks", "max_cache_tokens", "max_total_tokens", "kv_bytes_total"), 8)
-print(json.dumps({"event": "ready", "targets": [f"unix:s-{rank}"], **texts, **numbers}), flush=True)
+print(json.dumps({"event": "ready", "metrics_urls": [], "targets": [f"unix:s-{rank}"], **texts, **numbers}), flush=True)
 if behaviour == "ends":
     sys.exit(0)
 time.sleep(60)

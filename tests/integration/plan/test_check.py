@@ -19,7 +19,7 @@ FLAGS = ["--check", "--dtype", "bfloat16", *(part for setting in SETTINGS for pa
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(
-        vocab_size=4096,
+        vocab_size=32768,
         hidden_size=128,
         num_hidden_layers=3,
         num_attention_heads=4,

@@ -68,7 +68,7 @@ def test_requests_at_once_follow_lengths_blocks_and_kv_dtype(planned, write_conf
 
 
 def test_shards_hold_their_part_and_devices_are_counted(planned, write_config) -> None:
-    flags = (*SMALL, "--set", "cache.memory=1MiB", "--concurrency", 1000)
+    flags = (*SMALL, "--set", "cache.memory=1MiB", "--set", "model.decoder=off", "--concurrency", 1000)
     one, two = (planned(write_config(), *flags, "--num-devices", n) for n in (1, 2))
     assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 2
     assert one["weight_bytes"] / 2 < two["weight_bytes"] < one["weight_bytes"]
