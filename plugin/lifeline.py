@@ -92,8 +92,10 @@ class Lifeline:
                 return
             self._failure = message
         self._tell(_FAILED + message.replace("\n", " ").encode())
-        self._has_failed.set()
+        # First the handler, which ends the process with its exit code: a thread that waits for the news would end it with
+        # another one.
         self._on_failure(message)
+        self._has_failed.set()
 
     def wait_for_report(self) -> bool:
         """Gives the news of another shard's end a moment to arrive: a collective may break before it is here."""

@@ -117,8 +117,8 @@ def test_mistakes_are_told_before_anything_runs(
 
 def test_engines_are_started_by_the_interpreter_that_is_named(tmp_path: Path) -> None:
     options = PeerOptions(tmp_path / "model", {"openvino": "file.gguf"}, "bfloat16", 2**30, 4096)
-    vllm = make_peer_spec("vllm=/opt/vllm/bin/python", options)
-    assert vllm.command[:4] == ["/opt/vllm/bin/python", "-m", "runners", "vllm"]
+    vllm = make_peer_spec("vllm=/venvs/vllm/bin/python", options)
+    assert vllm.command[:4] == ["/venvs/vllm/bin/python", "-m", "runners", "vllm"]
     assert json.loads(vllm.command[4]) == {
         "model": str(tmp_path / "model"),
         "dtype": "bfloat16",
