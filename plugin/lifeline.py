@@ -92,8 +92,8 @@ class Lifeline:
                 return
             self._failure = message
         self._tell(_FAILED + message.replace("\n", " ").encode())
-        # First the handler, which ends the process with its exit code: a thread that waits for the news would end it with
-        # another one.
+        # First the handler, which ends the process with its exit code: a thread that waits for the news would end it
+        # with another one.
         self._on_failure(message)
         self._has_failed.set()
 
