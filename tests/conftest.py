@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.integration.demo_model import ensure_demo_model
 
@@ -32,3 +36,31 @@ def pytest_configure(config: pytest.Config) -> None:
 def demo_model() -> Path:
     """Directory of SmolLM2-135M-Instruct in bfloat16, made on first use and cached between runs."""
     return ensure_demo_model()
+
+
+@pytest.fixture(scope="session")
+def save_tiny_llama(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`save_tiny_llama(num_hidden_layers=1)`: a Llama's checkpoint; two layers of 4 query and 2 KV heads, which
+    two shards can divide; float32, random weights, the demo model's tokenizer."""
+
+    def save(**config: Any) -> Path:
+        shape = {
+            "vocab_size": 49152,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "initializer_range": 0.5,
+        }
+        torch.manual_seed(0)
+        directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+        LlamaForCausalLM(LlamaConfig(**{**shape, **config})).save_pretrained(directory)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(demo_model / name, directory / name)
+        return directory
+
+    return save

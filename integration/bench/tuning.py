@@ -25,9 +25,9 @@ from pagedkv.integration.benchmark.engine_process import EngineProcess, EngineSp
 from pagedkv.integration.benchmark.journal import Journal
 from pagedkv.integration.benchmark.machine import describe_machine
 from pagedkv.integration.benchmark.planning import Wishes, make_plan
-from pagedkv.integration.benchmark.plot import require_matplotlib
 from pagedkv.integration.benchmark.runners.protocol import RunRequest
 from pagedkv.integration.demo_model import ensure_demo_model
+from pagedkv.integration.plotting import require_matplotlib
 
 INTEGRATION = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 600.0

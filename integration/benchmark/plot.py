@@ -11,14 +11,6 @@ from pagedkv.integration.benchmark.report import Report
 from pagedkv.plugin.errors import ConfigError
 
 
-def require_matplotlib() -> None:
-    """Raises ConfigError where it is not installed: better before a long run than after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'pagedkv[bench]'") from error
-
-
 def draw(report: Report) -> Any:
     """A matplotlib figure: a panel a workload, as their seconds have nothing to do with each other."""
     from matplotlib.figure import Figure

@@ -94,9 +94,9 @@ def bench(
     """Measure backends, and other engines, on the same token ids in one run; all make exactly the tokens asked for."""
     from pagedkv.integration.benchmark.engines import split_names
     from pagedkv.integration.benchmark.planning import Wishes, make_plan
-    from pagedkv.integration.benchmark.plot import require_matplotlib
     from pagedkv.integration.benchmark.run import run_benchmark
     from pagedkv.integration.demo_model import ensure_demo_model
+    from pagedkv.integration.plotting import require_matplotlib
 
     if plot or html:
         require_matplotlib()

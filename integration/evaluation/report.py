@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedkv.integration.evaluation.accuracy import PathSums
 from pagedkv.integration.evaluation.texts import TextKind
+from pagedkv.integration.plotting import require_matplotlib
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,10 +113,9 @@ def save_plot(report: Report, file: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or can't write a file of this suffix.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'pagedkv[bench]'") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     kinds = dict.fromkeys(kind for of_dtype in report.results.values() for kind in of_dtype)

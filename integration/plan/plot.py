@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pagedkv.integration.plan.plan import Plan
 from pagedkv.integration.plan.traffic import Traffic
+from pagedkv.integration.plotting import require_matplotlib
 from pagedkv.plugin.errors import ConfigError
 
 MIN_TOKENS = 32
@@ -30,10 +31,9 @@ def save_plot(plan: Plan, file: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or can't write a file of this suffix.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'pagedkv[bench]'") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     lengths = lengths_up_to(plan.config.max_total_tokens)

@@ -20,21 +20,6 @@ enum {
     NUM_B_FORMATS,
 };
 
-#if defined(__AVX512BF16__) && LANES == 16
-#define HAS_BF16_DOT 1
-INLINE vfloat dot_pairs(vfloat sum, vuint a, vuint b) {
-    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-#else
-#ifndef HAS_BF16_DOT
-#define HAS_BF16_DOT 0  // 1 runs the formats and the flow of the dot product on processors without one, for tests
-#endif
-INLINE vfloat dot_pairs(vfloat sum, vuint a, vuint b) {
-    sum += (vfloat)(a << 16) * (vfloat)(b << 16);
-    return sum + (vfloat)(a & 0xffff0000) * (vfloat)(b & 0xffff0000);
-}
-#endif
-
 // 6 × 4 accumulators fit 32 registers beside B and a factor of A; 6 × 2 fit 16.
 #define MAX_TILE_ROWS 6
 #if LANES == 16

@@ -58,10 +58,6 @@ typedef struct {
     int64_t num_groups, num_items, num_ordered, partial_floats, table_bits;
 } Plan;
 
-INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-
 INLINE int64_t group_size(const AttendArgs *args) { return args->num_heads / args->num_kv_heads; }
 INLINE int64_t max_rows(const AttendArgs *args) { return max64(MAX_ITEM_ROWS, group_size(args)); }
 

@@ -277,3 +277,23 @@ INLINE void set_numbers(int dtype, void *p, int64_t i, vfloat x) {
     if (dtype == FP32) put((float *)p + i, x);
     else *(vhalf_any *)((uint16_t *)p + i) = dtype == BF16 ? floats_to_bf16(x) : floats_to_halves(x);
 }
+
+// sum + a[0] * b[0] + a[1] * b[1] of pairs of bf16.
+#if defined(__AVX512BF16__) && LANES == 16
+#define HAS_BF16_DOT 1
+INLINE vfloat dot_pairs(vfloat sum, vuint a, vuint b) {
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+#ifndef HAS_BF16_DOT
+#define HAS_BF16_DOT 0  // 1 runs the formats and the flow of the dot product on processors without one, for tests
+#endif
+INLINE vfloat dot_pairs(vfloat sum, vuint a, vuint b) {
+    sum += (vfloat)(a << 16) * (vfloat)(b << 16);
+    return sum + (vfloat)(a & 0xffff0000) * (vfloat)(b & 0xffff0000);
+}
+#endif
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

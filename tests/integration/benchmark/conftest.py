@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.integration.benchmark.engine_process import EngineSpec
 
@@ -54,25 +51,14 @@ def fake_spec(fake_peer: str) -> Callable[[str], EngineSpec]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(save_tiny_llama: Callable[..., Path]) -> Path:
     """A Llama of one layer, float32, random weights, with the demo model's tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
+    return save_tiny_llama(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
         tie_word_embeddings=True,
-        initializer_range=0.5,
     )
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / name, directory / name)
-    return directory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,9 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from google.protobuf import json_format
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
@@ -172,24 +169,5 @@ def _connect(
 
 
 @pytest.fixture(scope="session")
-def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of 4 query and 2 KV heads, which two shards can divide; random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16384,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        initializer_range=0.5,
-    )
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / name, directory / name)
-    return directory
+def tiny_model(save_tiny_llama: Callable[..., Path]) -> Path:
+    return save_tiny_llama(max_position_embeddings=16384)

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.plugin import Engine
 
 
 @pytest.fixture(scope="session")
-def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with 4 query and 2 KV heads, float32, random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        tie_word_embeddings=True,
-        initializer_range=0.5,
-    )
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_model / name, directory / name)
-    return directory
+def tiny_model(save_tiny_llama: Callable[..., Path]) -> Path:
+    return save_tiny_llama(max_position_embeddings=2048, tie_word_embeddings=True)
 
 
 @pytest.fixture

@@ -62,9 +62,6 @@ typedef struct {
     void *normed, *gated;
 } Team;
 
-INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 INLINE int64_t num_columns(const Linear *linear) { return linear->num_panels * PANEL; }
 INLINE char *row_of(int dtype, void *data, int64_t index) { return (char *)data + index * bytes_of(dtype); }
 

@@ -39,15 +39,6 @@ typedef struct {
 
 INLINE int64_t bytes_of(int dtype) { return dtype == BF16 ? 2 : 4; }
 
-INLINE vfloat add_pair_products(vfloat sum, uint32_t a, vuint b) {
-#if defined(__AVX512BF16__) && LANES == 16
-    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-#else
-    sum += bits_to_float(a << 16) * (vfloat)(b << 16);
-    return sum + bits_to_float(a & 0xffff0000) * (vfloat)(b & 0xffff0000);
-#endif
-}
-
 INLINE void put_elements(const int dtype, void *p, int64_t i, vfloat x) {
     if (dtype == FP32) {
         put((float *)p + i, x);
@@ -104,7 +95,7 @@ INLINE void accumulate(const int dtype, const int rows, const char *a, int64_t a
             uint32_t factor = *(const uint32_t *)(a + r * a_stride_bytes + k * 4);
 #pragma GCC unroll 4
             for (int n = 0; n < PANEL_VECTORS; n++) {
-                sum[r][n] = dtype == BF16 ? add_pair_products(sum[r][n], factor, step[n])
+                sum[r][n] = dtype == BF16 ? dot_pairs(sum[r][n], (vuint){} + factor, step[n])
                                           : sum[r][n] + bits_to_float(factor) * (vfloat)step[n];
             }
         }
