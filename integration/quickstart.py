@@ -12,7 +12,7 @@ from types import FrameType
 
 from pagedkv.integration.cli.generate import StreamSummary, TextPrinter, render_chat, stream
 from pagedkv.integration.demo_model import ensure_demo_model
-from pagedkv.integration.launch import LaunchedServer, launched_server
+from pagedkv.integration.serve.child_process import ChildServer, child_server
 from pagedkv.plugin.errors import PagedKVError
 from pagedkv.plugin.requests import SamplingParams
 
@@ -98,20 +98,20 @@ def _visit(number: int, backend: str, model: Path, folder: Path) -> Visit:
     config.write_text(f'backend = "{backend}"\n\n[cache]\nmemory = "{CACHE_MEMORY}"\n', encoding="utf-8")
     print(f'\n{number}. A server whose config says: backend = "{backend}"', flush=True)
     arguments = [str(model), "--config", str(config), "--uds-path", str(folder / backend)]
-    with launched_server(arguments, folder / f"{backend}.log") as server:
+    with child_server(arguments, folder / f"{backend}.log") as server:
         print(f"   ready on {server.target}, cache of {server.summary['max_cache_tokens']} tokens")
         costs = [_ask(server, model, question) for question in QUESTIONS]
         _show_log(server)
     return Visit(backend, *costs)
 
 
-def _ask(server: LaunchedServer, model: Path, question: str) -> StreamSummary:
+def _ask(server: ChildServer, model: Path, question: str) -> StreamSummary:
     print(f"\n   > {question}\n   ", end="", flush=True)
     prompt = render_chat(model, question, SYSTEM_PROMPT)
     return asyncio.run(stream(server.target, prompt, SamplingParams(max_new_tokens=MAX_NEW_TOKENS), _TourPrinter()))
 
 
-def _show_log(server: LaunchedServer) -> None:
+def _show_log(server: ChildServer) -> None:
     print("\n   What the server's log says of them:")
     for line in server.log.read_text(encoding="utf-8").splitlines():
         if " ended: " in line:

@@ -18,7 +18,7 @@ from pagedkv.plugin.errors import PagedKVError, UnsupportedError
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KVCacheSpec
 from pagedkv.plugin.model_spec import AttentionSpec
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.step_plan import BlockCopy
 
 if TYPE_CHECKING:
@@ -137,6 +137,6 @@ def _create_candidate(name: str, device: torch.device) -> _Candidate:
     if name == "triton" and device.type != "cuda":
         return _Candidate(name, reasons=[f"it needs a GPU, the device is {device.type}"])
     try:
-        return _Candidate(name, kernels=find_plugin(KERNELS, name).create(device))
+        return _Candidate(name, kernels=load_plugin(KERNELS, name).create(device))
     except PagedKVError as error:
         return _Candidate(name, reasons=[str(error)])

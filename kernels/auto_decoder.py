@@ -8,7 +8,7 @@ import torch
 
 from pagedkv.plugin.decoder import Decoder, DecoderKernels, DecoderShape, DecoderWeights
 from pagedkv.plugin.errors import PagedKVError
-from pagedkv.plugin.registry import DECODERS, find_plugin
+from pagedkv.plugin.registry import DECODERS, load_plugin
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,7 +33,7 @@ class AutoDecoderKernels:
         if name is None:
             return cls(device, None, f"no decoder kernels are made for {device.type}")
         try:
-            return cls(device, find_plugin(DECODERS, name).create(device))
+            return cls(device, load_plugin(DECODERS, name).create(device))
         except PagedKVError as error:
             return cls(device, None, str(error))
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from pagedkv.plugin.errors import ConfigError, ShardError
-from pagedkv.plugin.lifeline import Lifeline, OnFailure, connect_lifeline
+from pagedkv.plugin.failure_detector import FailureDetector, OnFailure, connect_failure_detector
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +42,16 @@ class ShardGroup:
     Args:
         info: of this shard.
         run_seed: the same on every shard, 0 ≤ run_seed < 2**64.
-        lifeline: connects the shards.
+        failure_detector: connects the shards.
         step_timeout_s: how long a step may take.
     """
 
-    def __init__(self, info: ShardInfo, run_seed: int, lifeline: Lifeline, step_timeout_s: float) -> None:
+    def __init__(
+        self, info: ShardInfo, run_seed: int, failure_detector: FailureDetector, step_timeout_s: float
+    ) -> None:
         self.info = info
         self._run_seed = run_seed
-        self._lifeline = lifeline
+        self._failure_detector = failure_detector
         self._step_timeout_s = step_timeout_s
 
     def derive_seed(self, count: int) -> int:
@@ -72,7 +74,7 @@ class ShardGroup:
     @contextmanager
     def step(self, task: str) -> Iterator[None]:
         """As `collective`, for a part of a step: it also fails when it takes longer than a step may."""
-        with self._lifeline.time_limit(self._step_timeout_s, task), self.collective(task):
+        with self._failure_detector.time_limit(self._step_timeout_s, task), self.collective(task):
             yield
 
     @contextmanager
@@ -94,19 +96,19 @@ class ShardGroup:
             raise
         except Exception as error:
             # A shard that dies breaks the collectives of the others: its end is the news, not what it broke.
-            if not self._lifeline.wait_for_report():
+            if not self._failure_detector.wait_for_report():
                 self._refuse_departed()
                 logger.exception("%s failed", task)
-                self._lifeline.fail(f"{task} failed on rank {self.info.rank}: {type(error).__name__}: {error}")
-            raise ShardError(self._lifeline.failure) from error
+                self._failure_detector.fail(f"{task} failed on rank {self.info.rank}: {type(error).__name__}: {error}")
+            raise ShardError(self._failure_detector.failure) from error
 
     def fail(self, message: str) -> NoReturn:
         """Ends the work of every shard. Raises ShardError where the failure handler returns."""
-        self._lifeline.fail(message)
-        raise ShardError(self._lifeline.failure or message)
+        self._failure_detector.fail(message)
+        raise ShardError(self._failure_detector.failure or message)
 
     def _refuse_departed(self) -> None:
-        for rank in self._lifeline.departed_ranks():
+        for rank in self._failure_detector.departed_ranks():
             self.fail(f"rank {rank} has left: no step can run without it")
 
     def leave(self, failure: str = "") -> None:
@@ -118,7 +120,7 @@ class ShardGroup:
         if _group is not self:
             return
         _group = None
-        self._lifeline.leave(f"rank {self.info.rank} has failed: {failure}" if failure else "")
+        self._failure_detector.leave(f"rank {self.info.rank} has failed: {failure}" if failure else "")
         torch.distributed.destroy_process_group()
 
 
@@ -161,7 +163,7 @@ def join_shards(
     global _group
     assert _group is None, "one group a process"
     store = _connect_store(info, host, port, join_timeout_s)
-    lifeline = connect_lifeline(info.rank, info.num_shards, store, host, join_timeout_s, on_failure)
+    failure_detector = connect_failure_detector(info.rank, info.num_shards, store, host, join_timeout_s, on_failure)
     try:
         _refuse_mixed_devices(info, store, device_type)
         run_seed = _agree_on_seed(info, store)
@@ -173,9 +175,9 @@ def join_shards(
             timeout=_COLLECTIVE_TIMEOUT,
         )
     except Exception as error:
-        lifeline.leave(f"rank {info.rank} has failed: {error}")
+        failure_detector.leave(f"rank {info.rank} has failed: {error}")
         raise
-    _group = ShardGroup(info, run_seed, lifeline, step_timeout_s)
+    _group = ShardGroup(info, run_seed, failure_detector, step_timeout_s)
     logger.info("rank %d of %d has joined the others at %s:%d", info.rank, info.num_shards, host, port)
     return _group
 

@@ -44,7 +44,7 @@ def value_scale_name(layer: int) -> str:
     return f"layers.{layer}.v_scale"
 
 
-def load_kv_scales(
+def read_kv_scales(
     file: str, layers: Sequence[AttentionSpec], device: torch.device, *, shard: int = 0, num_shards: int = 1
 ) -> list[LayerScales]:
     """Reads a file of scales. Raises ConfigError as `pick_kv_scales` does, or where it is no safetensors file."""
@@ -108,7 +108,7 @@ def _pick_heads(
     return picked.clone()
 
 
-def find_kv_scales(
+def load_kv_scales(
     kv_dtype: KVDtype,
     file: str,
     model: object,
@@ -128,7 +128,7 @@ def find_kv_scales(
         ConfigError: there are none, or they do not fit the layers.
     """
     if file:
-        return load_kv_scales(file, layers, device, shard=shard, num_shards=num_shards)
+        return read_kv_scales(file, layers, device, shard=shard, num_shards=num_shards)
     tensors = model.kv_scales() if isinstance(model, BringsKVScales) else {}
     if not tensors:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Finds plugins by entry point. Only the plugin that is named gets imported.
 
->>> find_plugin(SCHEDULERS, "continous")
+>>> load_plugin(SCHEDULERS, "continous")
 Traceback (most recent call last):
     ...
 pagedkv.plugin.errors.PluginError: unknown scheduler 'continous'; did you mean 'continuous'? Known: continuous
@@ -64,7 +64,7 @@ def list_entry_points(group: Group[Any]) -> list[EntryPoint]:
     return sorted(entry_points(group=group.name), key=lambda point: point.name)
 
 
-def find_plugin(group: Group[T], name: str) -> type[T]:
+def load_plugin(group: Group[T], name: str) -> type[T]:
     """Imports the plugin of this name and checks that it fits the group's interface.
 
     Raises:
@@ -82,7 +82,7 @@ def find_plugin(group: Group[T], name: str) -> type[T]:
 
 
 def load_entry_point(group: Group[T], point: EntryPoint) -> type[T]:
-    """Imports one entry point and checks it. Raises PluginError, as `find_plugin` does."""
+    """Imports one entry point and checks it. Raises PluginError, as `load_plugin` does."""
     try:
         plugin = point.load()
     except Exception as error:

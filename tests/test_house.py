@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import pagedkv.kernels
-from pagedkv.integration.launch import command_path
+from pagedkv.integration.serve.child_process import command_path
 from pagedkv.plugin.registry import GROUPS, load_entry_point
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,8 +23,8 @@ PACKAGES = ("plugin", "kernels", "adapters", "integration")
 BUILD_INPUTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 OF_A_CLONE_ALONE = {".sh", ".md"}
 """Scripts that install, and notes for who reads the source: the wheel does without."""
-FIGURES_OF_NOTES = ROOT / "integration" / "tuning"
-"""Pictures that the tuning guide shows: the wheel does without, too."""
+FIGURES_OF_NOTES = ROOT / "integration" / "docs"
+"""Guides for operators and the pictures that they show: the wheel does without, too."""
 
 OUR_KERNELS = Path(pagedkv.kernels.__file__).parent
 REPORT = """

@@ -15,7 +15,7 @@ from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import ModelSpec
-from pagedkv.plugin.registry import DECODERS, find_plugin
+from pagedkv.plugin.registry import DECODERS, load_plugin
 from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig
 
 from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
@@ -80,7 +80,7 @@ class TransformersModel:
         scales = load_checkpoint_scales(config.model)
         if config.model.decoder == OFF:
             return cls(model, spec, scales)
-        kernels = find_plugin(DECODERS, config.model.decoder).create(device)
+        kernels = load_plugin(DECODERS, config.model.decoder).create(device)
         try:
             decoder = build_fused_decoder(model, spec, kernels)
         except DecoderMismatchError as error:

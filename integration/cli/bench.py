@@ -14,8 +14,8 @@ from pagedkv.integration.cli.options import ConfigFile, Settings, parse_settings
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagedkv.integration.benchmark.report import Report
-    from pagedkv.integration.benchmark.workloads import Arrivals
+    from pagedkv.integration.measure.benchmark.report import Report
+    from pagedkv.integration.measure.benchmark.workloads import Arrivals
 
 STDOUT = "-"
 _MIN_TABLE_WIDTH = 150
@@ -23,7 +23,7 @@ _MIN_TABLE_WIDTH = 150
 
 
 class BenchCommand(typer.core.TyperCommand):
-    """Lets `--json` stand without a value, which Typer knows no way for."""
+    """Lets `--json` stand without a value, which Typer knows no transport for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         followers = [*args[1:], "--"]
@@ -92,20 +92,20 @@ def bench(
     ] = None,
 ) -> None:
     """Measure backends, and other engines, on the same token ids in one run; all make exactly the tokens asked for."""
-    from pagedkv.integration.benchmark.engines import split_names
-    from pagedkv.integration.benchmark.planning import Wishes, make_plan
-    from pagedkv.integration.benchmark.run import run_benchmark
     from pagedkv.integration.demo_model import ensure_demo_model
-    from pagedkv.integration.plotting import require_matplotlib
+    from pagedkv.integration.measure.benchmark.engines import split_names
+    from pagedkv.integration.measure.benchmark.experiment import BenchmarkOptions, plan_experiment
+    from pagedkv.integration.measure.benchmark.run import run_benchmark
+    from pagedkv.integration.measure.plotting import require_matplotlib
 
     if plot or html:
         require_matplotlib()
     _require_places([plot, html, markdown, journal, None if json_file in (None, STDOUT) else Path(str(json_file))])
-    wishes = Wishes(
+    options = BenchmarkOptions(
         model=model or ensure_demo_model(),
         workloads=split_names(workload) or ["short", "mixed", "prefix"],
         backends=[] if backend == ["none"] else split_names(backend) or ["paged", "contiguous"],
-        ways=split_names(through) or ["process"],
+        transports=split_names(through) or ["process"],
         peers=peer or [],
         peer_models=_parse_pairs("--peer-model", peer_model),
         config_file=config,
@@ -118,14 +118,14 @@ def bench(
         timeout_s=timeout,
         logs=logs,
     )
-    report = run_benchmark(wishes, make_plan(wishes), journal)
+    report = run_benchmark(options, plan_experiment(options), journal)
     _write(report, plot, html, markdown, json_file)
 
 
 def _write(report: Report, plot: Path | None, html: Path | None, markdown: Path | None, json_file: str | None) -> None:
-    from pagedkv.integration.benchmark.html_report import to_html
-    from pagedkv.integration.benchmark.markdown import to_markdown
-    from pagedkv.integration.benchmark.plot import save_plot
+    from pagedkv.integration.measure.benchmark.html_report import to_html
+    from pagedkv.integration.measure.benchmark.markdown import to_markdown
+    from pagedkv.integration.measure.benchmark.plot import save_plot
 
     text = json.dumps(report.to_json(), indent=1)
     if json_file == STDOUT:
@@ -145,7 +145,7 @@ def _write(report: Report, plot: Path | None, html: Path | None, markdown: Path 
 def _print_table(report: Report) -> None:
     from rich.console import Console
 
-    from pagedkv.integration.benchmark.report import make_table
+    from pagedkv.integration.measure.benchmark.report import make_table
 
     console = Console()
     Console(width=max(console.width, _MIN_TABLE_WIDTH)).print(make_table(report))
@@ -154,7 +154,7 @@ def _print_table(report: Report) -> None:
 
 
 def _make_arrivals(rate: float | None, bursts: int) -> Arrivals:
-    from pagedkv.integration.benchmark.workloads import Arrivals
+    from pagedkv.integration.measure.benchmark.workloads import Arrivals
 
     if bursts and rate is None:
         raise ConfigError("--bursts says how many requests come together; say with --rate how many come a second")

@@ -29,7 +29,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Run text through MODEL and write scales of its keys and values, per layer and head, for cache.kv_scales."""
-    from pagedkv.integration.calibration import calibrate_scales, save_scales
+    from pagedkv.integration.measure.calibration import calibrate_scales, save_scales
     from pagedkv.plugin.config import load_config
 
     written = load_config(config, {**parse_settings(settings), "model.path": model})

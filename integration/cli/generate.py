@@ -97,13 +97,13 @@ def render_chat(model: Path, message: str, system: str | None = None) -> str:
         RequestError: the model has no chat template.
     """
     from pagedkv.plugin.config import parse_config
-    from pagedkv.plugin.registry import MODELS, find_plugin
+    from pagedkv.plugin.registry import MODELS, load_plugin
     from pagedkv.plugin.resolved_config import resolve_model_settings
 
     settings = resolve_model_settings(parse_config({"model": {"path": str(model)}}))
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": message})
-    return find_plugin(MODELS, settings.adapter).load_tokenizer(settings).apply_chat_template(messages)
+    return load_plugin(MODELS, settings.adapter).load_tokenizer(settings).apply_chat_template(messages)
 
 
 @dataclass(frozen=True, slots=True)

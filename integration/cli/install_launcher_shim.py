@@ -19,7 +19,7 @@ _SHIM = """#!/bin/sh
 '''exec' '{python}' "$0" "$@"
 ' '''
 {mark}
-from pagedkv.integration.text_generation_server import run
+from pagedkv.integration.serve.launcher_command import run
 
 run()
 """

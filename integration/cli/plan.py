@@ -12,7 +12,7 @@ from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagedkv.integration.plan.plan import PlanRequest
+    from pagedkv.integration.measure.plan.memory_plan import PlanRequest
 
 EXIT_DIFFERS = 1
 
@@ -68,8 +68,8 @@ def plan(
     if model is None:
         raise ConfigError("give a MODEL: a directory with a config.json, or the file")
 
-    from pagedkv.integration.plan.plan import PlanRequest
-    from pagedkv.integration.plan.traffic import Traffic
+    from pagedkv.integration.measure.plan.memory_plan import PlanRequest
+    from pagedkv.integration.measure.plan.traffic import Traffic
 
     request = PlanRequest(
         Traffic(prompt_tokens, output_tokens),
@@ -85,14 +85,14 @@ def plan(
 def _plan(
     model: str, config: Path | None, overrides: dict[str, Any], request: PlanRequest, plot: Path | None, as_json: bool
 ) -> None:
-    from pagedkv.integration.plan.model_facts import config_directory
-    from pagedkv.integration.plan.plan import Plan
-    from pagedkv.integration.plan.plot import save_plot
-    from pagedkv.integration.plan.report import make_tables, notes, to_json
+    from pagedkv.integration.measure.plan.memory_plan import MemoryPlan
+    from pagedkv.integration.measure.plan.model_facts import config_directory
+    from pagedkv.integration.measure.plan.plot import save_plot
+    from pagedkv.integration.measure.plan.report import make_tables, notes, to_json
     from pagedkv.plugin.config import load_config
 
     with config_directory(model) as directory:
-        made = Plan(load_config(config, {**overrides, "model.path": directory}), request)
+        made = MemoryPlan(load_config(config, {**overrides, "model.path": directory}), request)
         if as_json:
             print(json.dumps(to_json(made)))
         else:
@@ -108,7 +108,7 @@ def _plan(
 
 def _check(model: str | None, config: Path | None, overrides: dict[str, Any], as_json: bool) -> None:
     from pagedkv.integration.demo_model import ensure_demo_model
-    from pagedkv.integration.plan.check import check_plan, make_table
+    from pagedkv.integration.measure.plan.check import check_plan, make_table
     from pagedkv.plugin.config import load_config
 
     path = model or str(ensure_demo_model())

@@ -74,15 +74,15 @@ def serve(
         raise ConfigError(f"--rank {rank} is none of {num_shards} shards; ranks go from 0 to {num_shards - 1}")
     written = _load(config, overrides, num_shards)
 
-    from pagedkv.integration.launch import command_path
-    from pagedkv.integration.logs import set_up_logging
-    from pagedkv.integration.server import ServerSummary, run_server
+    from pagedkv.integration.serve.child_process import command_path
+    from pagedkv.integration.serve.logs import set_up_logging
+    from pagedkv.integration.serve.process import ServerSummary, run_server
 
     def announce(summary: ServerSummary) -> None:
         print(summary.to_json() if as_json else summary.to_text(), flush=True)
 
     if num_shards > 1 and rank is None:
-        from pagedkv.integration.supervisor import supervise
+        from pagedkv.integration.serve.supervisor import supervise
 
         set_up_logging(written.log_level, as_json=json_output)
         raise typer.Exit(supervise([command_path(), *sys.argv[1:]], num_shards, announce))
@@ -98,7 +98,7 @@ def _load(file: Any, overrides: dict[str, Any], num_shards: int) -> Config:
         overrides = {**overrides, "metrics.listen": DEFAULT_METRICS_ADDRESS}
         written = load_config(file, overrides)
     if num_shards > 1:
-        from pagedkv.integration.shards import refuse_tcp
+        from pagedkv.integration.serve.shards import refuse_tcp
 
         refuse_tcp(written)
     elif not written.server.uds_path and not written.server.listen:

@@ -31,9 +31,9 @@ from pagedkv.plugin.interface import (
     Scheduler,
     WarmupLimits,
 )
-from pagedkv.plugin.kv_scales import LayerScales, find_kv_scales, warn_of_unsafe_scales
+from pagedkv.plugin.kv_scales import LayerScales, load_kv_scales, warn_of_unsafe_scales
 from pagedkv.plugin.model_spec import ModelSpec
-from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, find_plugin
+from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, load_plugin
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.sampler import SampledToken
@@ -69,7 +69,7 @@ class PagedBackend:
         self._model = model
         self._kernels = kernels
         self._eos_token_ids = model.spec.eos_token_ids
-        self._executor = StepExecutor(config, model, kernels, _find_static_scales(config, model))
+        self._executor = StepExecutor(config, model, kernels, _load_static_scales(config, model))
         self._agreement = StepAgreement(joined_group())
         self._pacer = StepPacer(config.scheduler.max_gap_s)
         self._sequences: dict[RequestId, LiveSequence] = {}
@@ -84,8 +84,8 @@ class PagedBackend:
                 "scheduler.max_gap_ms follows each process's own clock, and shards must decide alike; set it to 0, and "
                 "scheduler.max_step_tokens as low as the gap needs"
             )
-        kernels = find_plugin(KERNELS, config.kernels).create(config.device)
-        model = find_plugin(MODELS, config.model.adapter).load(config, config.device)
+        kernels = load_plugin(KERNELS, config.kernels).create(config.device)
+        model = load_plugin(MODELS, config.model.adapter).load(config, config.device)
         _refuse_unsupported_layers(config, model.spec, kernels)
         return cls(config, model, kernels)
 
@@ -235,14 +235,14 @@ class PagedBackend:
 
     def _make_pool(self, num_blocks: int, limits: EffectiveLimits) -> Pool:
         config = self._config
-        cache = find_plugin(CACHE_MANAGERS, config.cache.manager).create(
+        cache = load_plugin(CACHE_MANAGERS, config.cache.manager).create(
             num_blocks,
             config.cache.block_size,
             has_prefix_cache=config.cache.has_prefix_cache,
             kv_dtype_name=config.cache.kv_dtype.name,
         )
         num_tokens = num_blocks * config.cache.block_size
-        scheduler = find_plugin(SCHEDULERS, config.scheduler.name).create(config.scheduler, cache, num_tokens)
+        scheduler = load_plugin(SCHEDULERS, config.scheduler.name).create(config.scheduler, cache, num_tokens)
         return Pool(cache, scheduler, limits)
 
     def _describe_capacity(self, num_blocks: int, limits: EffectiveLimits) -> Capacity:
@@ -305,13 +305,13 @@ def _describe_sequence(request: Request) -> NewSequence:
     )
 
 
-def _find_static_scales(config: ResolvedConfig, model: ModelAdapter) -> Sequence[LayerScales | None]:
+def _load_static_scales(config: ResolvedConfig, model: ModelAdapter) -> Sequence[LayerScales | None]:
     """Of each layer; None where the KV dtype keeps its scales in its blocks, or has none."""
     if not config.cache.kv_dtype.has_static_scales:
         return [None] * len(model.spec.layers)
     group = joined_group()
     shard = group.info if group else ShardInfo()
-    scales = find_kv_scales(
+    scales = load_kv_scales(
         config.cache.kv_dtype,
         config.cache.kv_scales,
         model,

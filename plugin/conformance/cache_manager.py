@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 
 from pagedkv.plugin.conformance.cache_manager_harness import DEFAULT_NAMESPACE, CacheManagerHarness
 from pagedkv.plugin.errors import IntegrityError
-from pagedkv.plugin.registry import CACHE_MANAGERS, find_plugin
+from pagedkv.plugin.registry import CACHE_MANAGERS, load_plugin
 from pagedkv.plugin.requests import CacheNamespace, RequestId
 
 NAMESPACES = (CacheNamespace(), CacheNamespace(salt="a"), CacheNamespace(adapter_id="a"), CacheNamespace("a", "a"))
@@ -47,7 +47,7 @@ class CacheManagerConformance:
         self, num_blocks: int = 64, block_size: int = 16, has_prefix_cache: bool = True
     ) -> CacheManagerHarness:
         """The cache manager under test, empty."""
-        plugin = find_plugin(CACHE_MANAGERS, self.cache_manager_name)
+        plugin = load_plugin(CACHE_MANAGERS, self.cache_manager_name)
         manager = plugin.create(num_blocks, block_size, has_prefix_cache=has_prefix_cache)
         return CacheManagerHarness(manager, num_blocks, block_size)
 

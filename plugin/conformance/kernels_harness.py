@@ -26,7 +26,7 @@ from pagedkv.plugin.conformance.attention_oracle import (
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, ScaleGranularity, find_kv_dtype, known_kv_dtypes
 from pagedkv.plugin.model_spec import AttentionSpec
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.step_plan import BlockCopy, BlockId
 
 Lengths = Sequence[tuple[int, int]]
@@ -270,7 +270,7 @@ def _largest(x: torch.Tensor) -> float:
 @cache
 def _find_kernels(name: str) -> type[AttentionKernels]:
     """Entry points are read once, not for each of some thousand tests."""
-    return find_plugin(KERNELS, name)
+    return load_plugin(KERNELS, name)
 
 
 def make_spec(head_dim: int, *, group_size: int = 3, num_kv_heads: int = 3) -> AttentionSpec:

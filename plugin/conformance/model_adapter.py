@@ -20,7 +20,7 @@ import torch
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter, ModelInput
 from pagedkv.plugin.kv_dtypes import FP32
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 32
@@ -55,7 +55,7 @@ class PagedForward:
     def __init__(self, adapter: ModelAdapter, sequences: Sequence[Sequence[int]]) -> None:
         self._adapter = adapter
         self._sequences = sequences
-        kernels = find_plugin(KERNELS, "reference").create(torch.device("cpu"))
+        kernels = load_plugin(KERNELS, "reference").create(torch.device("cpu"))
         storage = [
             kernels.allocate(layer.cache_spec(BLOCK_SIZE, FP32), NUM_BLOCKS * len(sequences))
             for layer in adapter.spec.layers

@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 from pagedkv.plugin.conformance.scheduler_harness import SchedulerHarness
 from pagedkv.plugin.errors import CapacityError, PagedKVError
 from pagedkv.plugin.interface import CacheManager, Scheduler
-from pagedkv.plugin.registry import CACHE_MANAGERS, SCHEDULERS, find_plugin
+from pagedkv.plugin.registry import CACHE_MANAGERS, SCHEDULERS, load_plugin
 from pagedkv.plugin.requests import CacheNamespace, RequestId
 from pagedkv.plugin.resolved_config import SchedulerSettings
 
@@ -56,10 +56,10 @@ class SchedulerConformance:
         settings = SchedulerSettings(self.scheduler_name, max_step_tokens, max_num_sequences, block_size)
 
         def make_replica() -> tuple[Scheduler, CacheManager]:
-            cache = find_plugin(CACHE_MANAGERS, self.cache_manager_name).create(
+            cache = load_plugin(CACHE_MANAGERS, self.cache_manager_name).create(
                 num_blocks, block_size, has_prefix_cache=has_prefix_cache
             )
-            scheduler = find_plugin(SCHEDULERS, self.scheduler_name).create(settings, cache, num_blocks * block_size)
+            scheduler = load_plugin(SCHEDULERS, self.scheduler_name).create(settings, cache, num_blocks * block_size)
             return scheduler, cache
 
         return SchedulerHarness(make_replica, settings, num_replicas, vocab_size)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pagedkv.integration.cli.main import run
-from pagedkv.integration.launch import LaunchedServer, launched_server
+from pagedkv.integration.serve.child_process import ChildServer, child_server
 
 SMALL_CACHE = ("cache.num_blocks=256", "limits.max_total_tokens=2048", "scheduler.max_step_tokens=256")
 """4096 tokens, and steps that are warmed up in a moment."""
 
-LaunchServer = Callable[..., AbstractContextManager[LaunchedServer]]
+LaunchServer = Callable[..., AbstractContextManager[ChildServer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ def pagedkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def launch_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LaunchServer:
     """Starts a server of the demo model with a small cache; arguments go to `pagedkv serve`."""
 
-    def launch(*arguments: str, environ: dict[str, str] | None = None) -> AbstractContextManager[LaunchedServer]:
+    def launch(*arguments: str, environ: dict[str, str] | None = None) -> AbstractContextManager[ChildServer]:
         folder = tmp_path_factory.mktemp("server")
         settings = [part for setting in SMALL_CACHE for part in ("--set", setting)]
         command = [str(demo_model), "--uds-path", str(folder / "socket"), *settings, *arguments]
-        return launched_server(command, folder / "log", environ=environ)
+        return child_server(command, folder / "log", environ=environ)
 
     return launch
 
 
 @pytest.fixture(scope="session")
-def server(launch_server: LaunchServer) -> Iterator[LaunchedServer]:
+def server(launch_server: LaunchServer) -> Iterator[ChildServer]:
     """One server with the paged backend that tests share; nobody stops it."""
     with launch_server() as launched:
         yield launched

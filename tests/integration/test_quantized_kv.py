@@ -22,7 +22,7 @@ from pagedkv.plugin.errors import ConfigError, UnsupportedError
 from pagedkv.plugin.interface import Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import find_kv_dtype
 from pagedkv.plugin.kv_scales import key_scale_name, value_scale_name
-from pagedkv.plugin.registry import MODELS, find_plugin
+from pagedkv.plugin.registry import MODELS, load_plugin
 from pagedkv.plugin.requests import CacheNamespace, Request, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 
@@ -92,7 +92,7 @@ def make_backend(path: Path, kv_dtype: str, kernels: str, **settings: Any) -> Pa
     """Skips the test where the kernels refuse the KV dtype at the start, as they may."""
     config = make_config(path, kv_dtype, kernels, **settings)
     model_settings = resolve_model_settings(config)
-    resolved = resolve_config(config, find_plugin(MODELS, "transformers").describe(model_settings))
+    resolved = resolve_config(config, load_plugin(MODELS, "transformers").describe(model_settings))
     try:
         backend = PagedBackend.create(resolved)
     except UnsupportedError as error:

@@ -54,7 +54,7 @@ def make_auto(monkeypatch: pytest.MonkeyPatch, *kinds: type[ReferenceKernels]) -
         return plugins[name]
 
     monkeypatch.setattr(auto, "CANDIDATES", ("narrow", "wide", "reference"))
-    monkeypatch.setattr(auto, "find_plugin", find)
+    monkeypatch.setattr(auto, "load_plugin", find)
     return AutoKernels.create(CPU)
 
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.integration.bench import gpu, gpu_steps
+from pagedkv.integration.measure.micro import gpu, gpu_steps
 from pagedkv.kernels.triton.provider import TritonKernels, is_interpreted
 from pagedkv.plugin.backend.graphs import PaddedDecodes
 from pagedkv.plugin.kv_dtypes import FP16

@@ -23,7 +23,7 @@ from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.distributed import ShardGroup
 from pagedkv.plugin.errors import CapacityError
 from pagedkv.plugin.interface import WarmupLimits
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import resolve_config
 
@@ -42,7 +42,7 @@ class FailingModel(TokenModel):
 def make_backend(model: TokenModel, budget: dict[str, Any] | None = None) -> PagedBackend:
     overrides = {"model.path": "none", "cache.block_size": 8} | (budget or {"cache.num_blocks": 24})
     config = resolve_config(load_config(None, overrides, {}), model.spec)
-    backend = PagedBackend(config, model, find_plugin(KERNELS, "reference").create(torch.device("cpu")))
+    backend = PagedBackend(config, model, load_plugin(KERNELS, "reference").create(torch.device("cpu")))
     backend.warmup(WarmupLimits())
     return backend
 
@@ -91,7 +91,7 @@ def graphs_on_one_shard_alone(group: ShardGroup) -> list[bool]:
     config = resolve_config(load_config(None, {"model.path": "none", "cache.num_blocks": 24}, {}), TokenModel().spec)
     has_padded_decodes = []
     for can_capture in (True, group.info.rank == 0):
-        kernels = find_plugin(KERNELS, "reference").create(torch.device("cpu"))
+        kernels = load_plugin(KERNELS, "reference").create(torch.device("cpu"))
         kernels.can_capture_graphs = can_capture
         backend = PagedBackend(replace(config, graph_batch_sizes=(1, 4)), TokenModel(), kernels)
         backend.warmup(WarmupLimits())

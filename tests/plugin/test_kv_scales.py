@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.kv_dtypes import FP8_E4M3_STATIC
 from pagedkv.plugin.kv_scales import (
-    find_kv_scales,
     key_scale_name,
     load_kv_scales,
     pick_kv_scales,
+    read_kv_scales,
     value_scale_name,
     warn_of_unsafe_scales,
 )
@@ -46,7 +46,7 @@ class Model:
 def test_a_file_holds_both_scales_of_every_layer(tmp_path: Path) -> None:
     file = tmp_path / "scales.safetensors"
     save_file(make_scales(), file, metadata={"kv_dtype": "fp8_e4m3"})
-    scales = load_kv_scales(str(file), LAYERS, CPU)
+    scales = read_kv_scales(str(file), LAYERS, CPU)
     assert [k.tolist() for k, _ in scales] == [[1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]]
     assert scales[0][1].tolist() == [1.5, 2.5, 3.5, 4.5]
 
@@ -106,16 +106,16 @@ def test_a_file_of_something_else_is_explained(tmp_path: Path, content: bytes, f
     file = tmp_path / "scales.safetensors"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=fault):
-        load_kv_scales(str(file), LAYERS, CPU)
+        read_kv_scales(str(file), LAYERS, CPU)
 
 
 def test_scales_of_another_precision_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "scales.safetensors"
     save_file({name: tensor.half() for name, tensor in make_scales().items()}, file)
     with pytest.raises(ConfigError, match="it holds F16, not F32"):
-        load_kv_scales(str(file), LAYERS, CPU)
+        read_kv_scales(str(file), LAYERS, CPU)
     with pytest.raises(ConfigError, match="can't read the file of scales"):
-        load_kv_scales(str(tmp_path / "absent"), LAYERS, CPU)
+        read_kv_scales(str(tmp_path / "absent"), LAYERS, CPU)
 
 
 def test_our_reader_and_safetensors_agree_on_odd_headers(tmp_path: Path) -> None:
@@ -129,21 +129,21 @@ def test_our_reader_and_safetensors_agree_on_odd_headers(tmp_path: Path) -> None
         data += raw
     text = json.dumps(header).encode() + b"   "
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    assert load_kv_scales(str(file), LAYERS, CPU)[2][1].tolist() == [21.5, 22.5, 23.5, 24.5]
+    assert read_kv_scales(str(file), LAYERS, CPU)[2][1].tolist() == [21.5, 22.5, 23.5, 24.5]
 
 
 def test_the_file_goes_before_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "scales.safetensors"
     save_file(make_scales(), file)
     own = Model({name: 2 * tensor for name, tensor in make_scales().items()})
-    assert find_kv_scales(FP8_E4M3_STATIC, str(file), own, LAYERS, CPU)[0][0].tolist() == [1, 2, 3, 4]
-    assert find_kv_scales(FP8_E4M3_STATIC, "", own, LAYERS, CPU)[0][0].tolist() == [2, 4, 6, 8]
+    assert load_kv_scales(FP8_E4M3_STATIC, str(file), own, LAYERS, CPU)[0][0].tolist() == [1, 2, 3, 4]
+    assert load_kv_scales(FP8_E4M3_STATIC, "", own, LAYERS, CPU)[0][0].tolist() == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("model", [Model({}), object()])
 def test_no_scales_at_all_is_an_error_and_not_one(model: object) -> None:
     with pytest.raises(ConfigError, match=r"fp8_e4m3_static needs scales.* cache\.kv_scales"):
-        find_kv_scales(FP8_E4M3_STATIC, "", model, LAYERS, CPU)
+        load_kv_scales(FP8_E4M3_STATIC, "", model, LAYERS, CPU)
 
 
 @pytest.mark.parametrize(

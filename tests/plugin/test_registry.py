@@ -18,8 +18,8 @@ from pagedkv.plugin.registry import (
     SCHEDULERS,
     Group,
     find_interface_faults,
-    find_plugin,
     list_entry_points,
+    load_plugin,
 )
 
 GOOD_SCHEDULER = f"""
@@ -76,20 +76,20 @@ OWN_POINTS = [
 def test_every_built_in_plugin_fits_its_interface(group: Group[Any], name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton", reason="an optional dependency")
-    assert find_interface_faults(find_plugin(group, name), group.interface) == []
+    assert find_interface_faults(load_plugin(group, name), group.interface) == []
 
 
 def test_a_strangers_scheduler_is_found_as_our_own_is(install_distribution: InstallDistribution) -> None:
     install_distribution("their-scheduler", GOOD_SCHEDULER, {"theirs": "Mine"})
-    assert find_plugin(SCHEDULERS, "theirs").__name__ == "Mine"
+    assert load_plugin(SCHEDULERS, "theirs").__name__ == "Mine"
     assert "theirs" in [point.name for point in list_entry_points(SCHEDULERS)]
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(PluginError, match=r"unknown scheduler 'continuos'; did you mean 'continuous'\? Known: .*"):
-        find_plugin(SCHEDULERS, "continuos")
+        load_plugin(SCHEDULERS, "continuos")
     with pytest.raises(PluginError, match=r"unknown attention kernels 'zzz'; Known: auto, .*reference"):
-        find_plugin(KERNELS, "zzz")
+        load_plugin(KERNELS, "zzz")
 
 
 def test_listing_and_finding_import_only_the_plugin_that_is_named(install_distribution: InstallDistribution) -> None:
@@ -97,7 +97,7 @@ def test_listing_and_finding_import_only_the_plugin_that_is_named(install_distri
     install_distribution("second-plugin", GOOD_SCHEDULER, {"second": "Mine"})
     list_entry_points(SCHEDULERS)
     assert not {"first_plugin", "second_plugin"} & sys.modules.keys()
-    find_plugin(SCHEDULERS, "first")
+    load_plugin(SCHEDULERS, "first")
     assert "first_plugin" in sys.modules
     assert "second_plugin" not in sys.modules
 
@@ -107,14 +107,14 @@ def test_a_plugin_that_fails_to_import_names_its_distribution_and_leaves_others_
 ) -> None:
     install_distribution("broken-plugin", "import no_such_module_anywhere", {"broken": "Mine"})
     with pytest.raises(PluginError, match=r"'broken' of broken-plugin 2\.1 fails to import: ModuleNotFoundError"):
-        find_plugin(SCHEDULERS, "broken")
-    assert find_plugin(SCHEDULERS, "continuous")
+        load_plugin(SCHEDULERS, "broken")
+    assert load_plugin(SCHEDULERS, "continuous")
 
 
 def test_a_plugin_whose_class_is_missing_names_its_distribution(install_distribution: InstallDistribution) -> None:
     install_distribution("empty-plugin", "", {"empty": "Mine"})
     with pytest.raises(PluginError, match=r"'empty' of empty-plugin 2\.1 fails to import: AttributeError"):
-        find_plugin(SCHEDULERS, "empty")
+        load_plugin(SCHEDULERS, "empty")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_class_that_does_not_fit_is_refused_with_what_is_wrong(
 ) -> None:
     install_distribution("odd-plugin", source, {"odd": "Mine"})
     with pytest.raises(PluginError, match=r"'odd' of odd-plugin 2\.1 does not fit Scheduler: ") as caught:
-        find_plugin(SCHEDULERS, "odd")
+        load_plugin(SCHEDULERS, "odd")
     assert fault in str(caught.value)
 
 
@@ -159,6 +159,6 @@ def test_one_name_from_two_distributions_is_refused(install_distribution: Instal
     install_distribution("one-plugin", GOOD_SCHEDULER, {"twice": "Mine"})
     install_distribution("other-plugin", GOOD_SCHEDULER, {"twice": "Mine"})
     with pytest.raises(PluginError, match="several distributions bring the scheduler 'twice'") as caught:
-        find_plugin(SCHEDULERS, "twice")
+        load_plugin(SCHEDULERS, "twice")
     assert "one-plugin 2.1" in str(caught.value)
     assert "other-plugin 2.1" in str(caught.value)

@@ -14,7 +14,7 @@ from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import load_config, parse_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.errors import ConfigError
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config
 
 KEY = "x-tenant"
@@ -26,7 +26,7 @@ def paged_backend() -> PagedBackend:
     model = TokenModel(vocab_size=258)
     keys = {"model.path": "none", "cache.num_blocks": 64, "limits.max_total_tokens": 256}
     config = resolve_config(load_config(None, keys, {}), model.spec)
-    return PagedBackend(config, model, find_plugin(KERNELS, "reference").create(torch.device("cpu")))
+    return PagedBackend(config, model, load_plugin(KERNELS, "reference").create(torch.device("cpu")))
 
 
 @pytest.fixture

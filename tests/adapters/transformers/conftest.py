@@ -16,7 +16,7 @@ from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadat
 from pagedkv.plugin.config import Config, parse_config
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.kv_dtypes import FP32
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 VOCAB_SIZE = 96
@@ -214,7 +214,7 @@ class PagedBatch:
 
     def __init__(self, model: TransformersModel, num_blocks: int = 64) -> None:
         self._model = model
-        self._kernels = find_plugin(KERNELS, "reference").create(torch.device("cpu"))
+        self._kernels = load_plugin(KERNELS, "reference").create(torch.device("cpu"))
         self._storage = [
             self._kernels.allocate(layer.cache_spec(BLOCK_SIZE, FP32), num_blocks) for layer in model.spec.layers
         ]

@@ -26,7 +26,7 @@ from pagedkv.plugin.errors import (
     UnsupportedError,
 )
 from pagedkv.plugin.interface import WarmupLimits
-from pagedkv.plugin.registry import BACKENDS, find_plugin
+from pagedkv.plugin.registry import BACKENDS, load_plugin
 from pagedkv.plugin.requests import FinishReason, Request, RequestId, SamplingParams, StepOutput
 from pagedkv.plugin.resolved_config import ResolvedConfig
 
@@ -390,7 +390,7 @@ def test_says_what_it_is(make_backend: MakeBackend) -> None:
     info = make_backend().info
     assert (info.backend, info.attention_kernels, info.block_size) == ("contiguous", "sdpa", 1)
     assert (info.requires_padding, info.can_chunk_prefill, info.has_prefix_cache) == (True, False, False)
-    assert find_plugin(BACKENDS, "contiguous") is ContiguousBackend
+    assert load_plugin(BACKENDS, "contiguous") is ContiguousBackend
 
 
 def test_eager_attention_is_taken_where_the_architecture_needs_it(

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from pagedkv.adapters.transformers.paged_model import TransformersModel
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
 from pagedkv.plugin.interface import ModelInput
-from pagedkv.plugin.registry import MODELS, find_plugin
+from pagedkv.plugin.registry import MODELS, load_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_logits_come_for_the_rows_asked_for_alone(paged_model: PagedModel, paged
 
 
 def test_is_found_as_a_plugin_that_fits_the_interface() -> None:
-    assert find_plugin(MODELS, "transformers") is TransformersModel
+    assert load_plugin(MODELS, "transformers") is TransformersModel
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -24,7 +24,7 @@ from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import ServerSection, load_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import Backend
-from pagedkv.plugin.registry import BACKENDS, KERNELS, MODELS, find_plugin
+from pagedkv.plugin.registry import BACKENDS, KERNELS, MODELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.stats import BackendStats
 
@@ -111,7 +111,7 @@ def _paged(num_blocks: int, overcommit: int) -> Setup:
     faults = Faults()
     model = FaultyTokenModel(faults)
     config = resolve_config(load_config(None, keys, {}), model.spec)
-    backend = PagedBackend(config, model, find_plugin(KERNELS, "reference").create(torch.device("cpu")))
+    backend = PagedBackend(config, model, load_plugin(KERNELS, "reference").create(torch.device("cpu")))
     return Setup(
         backend, faults, lambda prompts: [model.continue_greedily(prompt, LONG_OUTPUT_TOKENS) for prompt in prompts]
     )
@@ -149,8 +149,8 @@ def _contiguous(model: Path) -> Setup:
         "scheduler.max_num_sequences": 16,
     }
     written = load_config(None, keys, {})
-    spec = find_plugin(MODELS, "transformers").describe(resolve_model_settings(written))
-    backend = find_plugin(BACKENDS, "contiguous").create(resolve_config(written, spec))
+    spec = load_plugin(MODELS, "transformers").describe(resolve_model_settings(written))
+    backend = load_plugin(BACKENDS, "contiguous").create(resolve_config(written, spec))
     faults = Faults()
     forward = backend._model.forward
 

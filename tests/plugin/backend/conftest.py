@@ -12,7 +12,7 @@ from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import load_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import WarmupLimits
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config
 
 MakeBackend = Callable[..., PagedBackend]
@@ -33,7 +33,7 @@ def make_backend(token_model: TokenModel) -> Iterator[MakeBackend]:
             name.replace("__", "."): value for name, value in settings.items()
         }
         config = resolve_config(load_config(None, overrides, {}), token_model.spec)
-        kernels = find_plugin(KERNELS, "reference").create(torch.device("cpu"))
+        kernels = load_plugin(KERNELS, "reference").create(torch.device("cpu"))
         backend = PagedBackend(config, token_model, kernels)
         backend.warmup(limits or WarmupLimits())
         made.append(backend)

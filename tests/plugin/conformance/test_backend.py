@@ -11,7 +11,7 @@ from pagedkv.plugin.config import load_config
 from pagedkv.plugin.conformance.backend import BackendConformance
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import Backend
-from pagedkv.plugin.registry import KERNELS, find_plugin
+from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config
 
 
@@ -21,7 +21,7 @@ class TestPagedBackend(BackendConformance):
     def make_backend(self) -> Backend:
         model = TokenModel()
         config = load_config(None, {"model.path": "none", "cache.num_blocks": 600} | self.settings, {})
-        kernels = find_plugin(KERNELS, "reference").create(torch.device("cpu"))
+        kernels = load_plugin(KERNELS, "reference").create(torch.device("cpu"))
         return PagedBackend(resolve_config(config, model.spec), model, kernels)
 
 

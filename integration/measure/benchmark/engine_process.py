@@ -1,0 +1,163 @@
+"""One engine in a process of its own. While it is not asked for anything it is stopped, so that it takes no core."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.integration.measure.benchmark.runners.protocol import RequestTimes, RunRequest
+from pagedkv.plugin.errors import PagedKVError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LOG_TAIL_CHARS = 4000
+_END_TIMEOUT_S = 20.0
+
+
+class EngineFailedError(PagedKVError):
+    """An engine did not start, ended, took too long, or answered something else than was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How an engine is started."""
+
+    name: str
+    command: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Beside the variables of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """What one engine did with the requests of one repetition."""
+
+    seconds: float
+    """From the start to the last token."""
+    prompt_tokens: int
+    new_tokens: int
+    requests: Sequence[RequestTimes]
+    cache: Mapping[str, Any]
+    """As `RunEngine.run` returns it."""
+
+
+class EngineProcess:
+    """An engine that has been loaded, for the time of a `with`.
+
+    Args:
+        folder: where its log goes, and its working directory.
+        timeout_s: how long loading may take, and each repetition.
+
+    Raises:
+        EngineFailedError: it could not be started; the text ends with its last words.
+    """
+
+    def __init__(self, spec: EngineSpec, folder: Path, timeout_s: float) -> None:
+        self.name = spec.name
+        self._timeout_s = timeout_s
+        self._received = b""
+        self._log = folder.absolute() / f"{spec.name}.log"
+        try:
+            with self._log.open("wb") as errors:
+                self._process = subprocess.Popen(  # noqa: S603 - the user names the interpreter
+                    spec.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    cwd=folder,
+                    env={**os.environ, **spec.environ},
+                    # A group of its own, to be stopped as a whole. It stays in our session, so that the system wakes
+                    # and hangs up a stopped group whose benchmark has died.
+                    preexec_fn=os.setpgrp,
+                )
+        except OSError as error:
+            raise EngineFailedError(f"{spec.name} can't be started: {spec.command[0]}: {error.strerror}") from error
+        try:
+            self.info: Mapping[str, Any] = self._receive("was not ready")["info"]
+            self._stop()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, requests: Sequence[RunRequest]) -> Repetition:
+        """Runs one repetition. Raises EngineFailedError."""
+        message = json.dumps({"requests": [asdict(request) for request in requests]})
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        # Where it has ended, the answer that is missing tells more.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(message.encode() + b"\n")
+            self._process.stdin.flush()
+        answer = self._receive("was not done")
+        self._stop()
+        times = [RequestTimes(**one) for one in answer["requests"]]
+        wanted = [request.max_new_tokens for request in sorted(requests, key=lambda request: request.arrival_s)]
+        made = [one.num_tokens for one in times]
+        if made != wanted:
+            raise self._failure(f"made {sum(made)} tokens where {sum(wanted)} were asked for")
+        num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        return Repetition(answer["seconds"], num_prompt_tokens, sum(made), times, answer["cache"])
+
+    def close(self) -> None:
+        """Ends the engine and whatever it started. A second call does nothing."""
+        self._signal(signal.SIGCONT)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _receive(self, late: str) -> dict[str, Any]:
+        """The next line it says, as JSON."""
+        assert self._process.stdout is not None
+        deadline_s = time.monotonic() + self._timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._received:
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    raise self._failure(f"{late} within {self._timeout_s:g} s")
+                piece = os.read(self._process.stdout.fileno(), 2**16)
+                if not piece:
+                    raise self._failure(f"ended with code {self._process.wait()}")
+                self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._failure(f"said something else than JSON: {line[:200]!r}") from None
+        return answer
+
+    def _failure(self, what: str) -> EngineFailedError:
+        tail = self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARS:].strip()
+        return EngineFailedError(f"{self.name} {what}; its standard error ends with:\n{tail or '(nothing)'}")
+
+    def _stop(self) -> None:
+        """Stops it, and returns once it stands still (or has ended)."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

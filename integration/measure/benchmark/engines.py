@@ -1,0 +1,105 @@
+"""How each engine is started: our backends by this interpreter, other engines by one that has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedkv.integration.demo_model import find_gguf_file, is_demo_model
+from pagedkv.integration.measure.benchmark import runners
+from pagedkv.integration.measure.benchmark.engine_process import EngineSpec
+from pagedkv.plugin.errors import ConfigError
+
+TRANSPORTS = {"process": "pagedkv", "grpc": "pagedkv-grpc"}
+"""How our backends can be reached, and the kind of runner for it."""
+
+PEERS = ("vllm", "vllm-one-process", "openvino", "transformers", "llama-cpp")
+_GGUF_PEERS = ("openvino", "llama-cpp")
+"""Read a GGUF file, which for the demo model is the one that it was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """What every peer is told."""
+
+    model: Path
+    models: Mapping[str, str]
+    """By peer, where it reads another file or directory."""
+    dtype: str
+    kv_bytes: int
+    max_total_tokens: int
+
+
+def make_backend_spec(
+    backend: str, transport: str, config_file: Path | None, overrides: Mapping[str, Any]
+) -> EngineSpec:
+    """A backend of ours, or of a plugin. Through gRPC it is named "NAME-grpc".
+
+    Args:
+        overrides: of the config, by dotted key.
+
+    Raises:
+        ConfigError: there is no such transport.
+    """
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"--through takes {' or '.join(TRANSPORTS)}, not {transport!r}")
+    file = None if config_file is None else str(config_file.absolute())
+    options = {"config_file": file, "overrides": {**overrides, "backend": backend}}
+    return _make_spec(
+        backend if transport == "process" else f"{backend}-{transport}", sys.executable, TRANSPORTS[transport], options
+    )
+
+
+def make_peer_spec(peer: str, options: PeerOptions) -> EngineSpec:
+    """Another engine, from NAME=PYTHON; `transformers` alone takes this interpreter.
+
+    Any other NAME=COMMAND is a runner of the user's own, which speaks what `runners/protocol.py` says.
+
+    Raises:
+        ConfigError: no interpreter is named, or no model that the peer reads is known.
+    """
+    name, _, python = peer.partition("=")
+    if name not in PEERS:
+        if not python:
+            raise ConfigError(f"there is no peer {name!r}: take {', '.join(PEERS)}, or NAME=COMMAND, a runner of yours")
+        return EngineSpec(name, [*shlex.split(python), json.dumps(_describe(name, options))])
+    if not python and name != "transformers":
+        raise ConfigError(f"--peer {name} needs an interpreter that has it: --peer {name}=PATH/bin/python")
+    return _make_spec(name, os.path.expanduser(python) or sys.executable, name, _describe(name, options))
+
+
+def _describe(name: str, options: PeerOptions) -> dict[str, Any]:
+    return {
+        "model": options.models.get(name) or _find_model(name, options.model),
+        "dtype": options.dtype,
+        "kv_bytes": options.kv_bytes,
+        "max_total_tokens": options.max_total_tokens,
+    }
+
+
+def _find_model(name: str, model: Path) -> str:
+    if name not in _GGUF_PEERS:
+        return str(model.absolute())
+    if not is_demo_model(model):
+        raise ConfigError(f"{name} reads another kind of model: name it with --peer-model {name}=PATH")
+    return str(find_gguf_file())
+
+
+def _make_spec(name: str, python: str, kind: str, options: Mapping[str, Any]) -> EngineSpec:
+    # The folder of `runners` alone, which any interpreter can import from.
+    path = [str(Path(runners.__file__).parents[1])]
+    if python == sys.executable and os.environ.get("PYTHONPATH"):
+        path.append(os.environ["PYTHONPATH"])
+    return EngineSpec(name, [python, "-m", "runners", kind, json.dumps(options)], {"PYTHONPATH": os.pathsep.join(path)})
+
+
+def split_names(values: Sequence[str] | None) -> list[str]:
+    """Values of an option that may be given again, or hold several with commas between, each once."""
+    names = [name.strip() for value in values or () for name in value.split(",")]
+    return list(dict.fromkeys(name for name in names if name))

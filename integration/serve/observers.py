@@ -1,0 +1,67 @@
+"""Who watches a server process: the metrics' endpoint and the tracer, as the config asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedkv.integration.serve.metrics.endpoint import MetricsEndpoint
+from pagedkv.integration.serve.metrics.gpu import make_gpu_reader
+from pagedkv.integration.serve.metrics.server_metrics import ServerMetrics
+from pagedkv.integration.serve.tracing import RequestTracer, make_tracer
+from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.distributed import ShardInfo
+from pagedkv.plugin.interface import Backend
+from pagedkv.plugin.observer import Observers
+
+
+@dataclass(slots=True)
+class ServerObservers:
+    """Made by `open_observers`. None is what is off."""
+
+    config: Config
+    shard: ShardInfo
+    endpoint: MetricsEndpoint | None
+    tracer: RequestTracer | None
+    metrics: ServerMetrics | None = None
+    """Of the backend, once it is there."""
+
+    @property
+    def metrics_url(self) -> str:
+        """Empty where metrics are off."""
+        return self.endpoint.url if self.endpoint else ""
+
+    def observe(self, backend: Backend) -> Observers:
+        """Begins to serve the backend's metrics. To be called while nothing else calls it."""
+        if self.endpoint:
+            self.metrics = ServerMetrics(
+                backend.info,
+                backend.stats(),
+                model=Path(self.config.model.path).name,
+                rank=self.shard.rank,
+                gpu=make_gpu_reader(backend.info.device),
+            )
+            self.endpoint.registry.register(self.metrics)
+        steps = (self.metrics,) if self.metrics else ()
+        return Observers(requests=(*steps, *((self.tracer,) if self.tracer else ())), steps=steps)
+
+
+@contextmanager
+def open_observers(config: Config, shard: ShardInfo) -> Iterator[ServerObservers]:
+    """Opens what the config asks for, before the model is loaded, which takes long.
+
+    Every shard runs every request: each has metrics of its own, and the first one has the traces.
+
+    Raises:
+        ConfigError: the metrics' address can't be had, or OpenTelemetry is asked for and not installed.
+    """
+    with ExitStack() as stack:
+        endpoint = None
+        if config.metrics.listen not in ("", AUTO):
+            endpoint = stack.enter_context(MetricsEndpoint(config.metrics.listen, shard.rank))
+        tracer = make_tracer(config.tracing) if shard.rank == 0 else None
+        if tracer:
+            stack.callback(tracer.close)
+        yield ServerObservers(config, shard, endpoint, tracer)

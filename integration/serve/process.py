@@ -1,0 +1,220 @@
+"""The model-server process: a config in, a gRPC service out, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedkv.adapters.tgi.server import GenerationServer
+from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address, shard_path
+from pagedkv.integration.serve.observers import ServerObservers, open_observers
+from pagedkv.integration.serve.shards import joined_shards
+from pagedkv.plugin.assemble import Assembly, assemble
+from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.distributed import ShardInfo
+from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
+from pagedkv.plugin.kv_dtypes import KVDtype
+from pagedkv.plugin.resolved_config import ResolvedConfig
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+"""How long the end waits for a step that still runs. What runs longer is stuck, and is left behind."""
+
+EXIT_DRAINED = 0
+EXIT_CUT_OFF = 1
+"""Requests still ran when the drain's time was over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSummary:
+    """What a person or a program wants to know of a server once it is ready."""
+
+    targets: tuple[str, ...]
+    """What a gRPC client connects to."""
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    backend: str
+    attention_kernels: str
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    max_cache_tokens: int
+    max_total_tokens: int
+    kv_bytes_total: int
+    metrics_urls: tuple[str, ...] = ()
+    """One a shard; empty where metrics are off."""
+
+    @classmethod
+    def create(
+        cls, targets: list[str], model_path: str, info: BackendInfo, capacity: Capacity, metrics_url: str = ""
+    ) -> ServerSummary:
+        return cls(
+            targets=tuple(targets),
+            model=Path(model_path).name,
+            architecture=info.model.architecture,
+            dtype=str(info.dtype).removeprefix("torch."),
+            device=str(info.device),
+            backend=info.backend,
+            attention_kernels=info.attention_kernels,
+            kv_dtype=info.kv_dtype.name,
+            block_size=info.block_size,
+            num_blocks=capacity.num_blocks,
+            max_cache_tokens=capacity.max_cache_tokens,
+            max_total_tokens=capacity.max_total_tokens,
+            kv_bytes_total=capacity.num_blocks * info.model.bytes_per_block(info.block_size, info.kv_dtype),
+            metrics_urls=(metrics_url,) if metrics_url else (),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps({"event": "ready", **asdict(self)})
+
+    def to_text(self) -> str:
+        return (
+            f"pagedkv is ready on {' and '.join(self.targets)}: {self.model} ({self.architecture}, {self.dtype}, "
+            f"{self.device}), {self.backend} backend, {self.attention_kernels} attention, cache of "
+            f"{self.max_cache_tokens} tokens ({self.kv_dtype}, {self.kv_bytes_total / 2**20:.0f} MiB)"
+            + (f"; metrics on {' and '.join(self.metrics_urls)}" if self.metrics_urls else "")
+        )
+
+
+def run_server(
+    config: Config, announce: Callable[[ServerSummary], None] | None, *, rank: int = 0, num_shards: int = 1
+) -> int:
+    """Serves until SIGTERM or SIGINT: then Health fails, new requests are refused, and running ones finish within
+    `server.drain_timeout_s`. A second signal ends the process at once.
+
+    Warms up by the configured limits, so that the server works without a router; a router's Warmup does it again.
+
+    Args:
+        config: with at least one address under `server`.
+        announce: called once, when the server takes work. None leaves the warm-up to a router, which always sends one.
+        rank: of this shard.
+        num_shards: how many serve the model together.
+
+    Returns:
+        The process's exit code: EXIT_DRAINED or EXIT_CUT_OFF.
+
+    Raises:
+        PagedKVError: config, plugins, model or address can't be served; the text says what to change.
+    """
+    _check_addresses(config, rank)
+    shard = ShardInfo(rank, num_shards)
+    with open_observers(config, shard) as observers, joined_shards(config, shard):
+        assembly = assemble(config)
+        _log_config(assembly.config, config, observers.metrics_url)
+        try:
+            return asyncio.run(_serve(assembly, config, announce, observers))
+        finally:
+            assembly.backend.close()
+
+
+def _check_addresses(config: Config, rank: int) -> None:
+    """Finds a bad address before the model is loaded, which takes long."""
+    if config.server.listen:
+        parse_listen_address(config.server.listen)
+    if config.server.uds_path:
+        claim_socket_path(shard_path(config.server.uds_path, rank))
+
+
+def _log_config(resolved: ResolvedConfig, config: Config, metrics_url: str) -> None:
+    sections = {"server": config.server, "metrics": {"url": metrics_url}, "tracing": config.tracing}
+    fields = _plain({**_as_dict(resolved), **sections})
+    logger.info("resolved config: %s", json.dumps(fields), extra={"fields": fields})
+
+
+async def _serve(
+    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, observers: ServerObservers
+) -> int:
+    backend, shard = assembly.backend, observers.shard
+    server = GenerationServer(
+        backend,
+        assembly.tokenizer,
+        config.server,
+        rank=shard.rank,
+        num_shards=shard.num_shards,
+        observers=observers.observe(backend),
+    )
+    if observers.metrics:
+        observers.metrics.attach(server.service)
+    stop_asked = _watch_signals()
+    await server.start()
+    try:
+        if announce is not None:
+            capacity = await server.warm_up(_warmup_limits(config))
+            announce(
+                ServerSummary.create(server.targets, config.model.path, backend.info, capacity, observers.metrics_url)
+            )
+        await stop_asked.wait()
+        logger.info("draining: new requests are refused, running ones have %g s", config.server.drain_timeout_s)
+        has_drained = await server.drain(config.server.drain_timeout_s)
+    finally:
+        await _stop(server)
+    logger.info("stopped; %s", "every request had ended" if has_drained else "requests were cut off")
+    return EXIT_DRAINED if has_drained else EXIT_CUT_OFF
+
+
+async def _stop(server: GenerationServer) -> None:
+    try:
+        await asyncio.wait_for(server.stop(), _STOP_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        logger.error("a step is stuck; ending the process around it")
+        _exit_now(EXIT_CUT_OFF)
+
+
+def _watch_signals() -> asyncio.Event:
+    """An event that the first signal sets; the second ends the process."""
+    asked = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if asked.is_set():
+            logger.warning("%s again: ending at once", number.name)
+            _exit_now(128 + number)
+        logger.info("%s", number.name)
+        asked.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return asked
+
+
+def _exit_now(code: int) -> None:
+    """Without waiting for threads: the interpreter's own end would join the one that is in a step."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _warmup_limits(config: Config) -> WarmupLimits:
+    prefill_tokens = config.server.prefill_tokens
+    return WarmupLimits(max_prefill_tokens=0 if prefill_tokens == AUTO else prefill_tokens)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: nested dicts and lists of strings, numbers and booleans."""
+    if isinstance(value, KVDtype):
+        return value.name
+    if is_dataclass(value):
+        return _plain(_as_dict(value))
+    if hasattr(value, "model_dump"):
+        return _plain(value.model_dump())
+    if isinstance(value, dict):
+        return {key: _plain(nested) for key, nested in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(nested) for nested in value]
+    return value if isinstance(value, (str, int, float, bool)) else str(value).removeprefix("torch.")

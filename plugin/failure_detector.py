@@ -1,0 +1,236 @@
+"""How a shard learns within moments that another one has ended, failed or left.
+
+Rank 0 holds a TCP connection to every other rank. The operating system closes the connections of a process that dies,
+however it dies, so its end is seen at once; no heartbeat is there that a busy machine could delay past its limit.
+A thread of each process listens. It also ends a step that takes too long, as one does that waits in a collective for a
+shard that never comes: no timeout of a collective library is needed, and none has to be right.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedkv.plugin.errors import ShardError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+logger = logging.getLogger(__name__)
+
+OnFailure = Callable[[str], None]
+"""Called once, from any thread, with why the shards can't go on."""
+
+_LEFT = b"left"
+_FAILED = b"failed "
+_STORE_KEY = "pagedkv/failure_detector"
+_MAX_GREETING_BYTES = 64
+_POLL_S = 0.1
+_LEAVE_TIMEOUT_S = 5.0
+_REPORT_TIMEOUT_S = 2.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+"""Seconds and tries after which a machine that went away without a word counts as gone."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    rank: int
+    connection: socket.socket
+    received: bytes = b""
+    has_left: bool = False
+
+    def tell(self, message: bytes) -> None:
+        try:
+            self.connection.sendall(message + b"\n")
+        except OSError:
+            logger.debug("rank %d no longer listens", self.rank)
+
+
+class FailureDetector:
+    """This process's end of the connections between shards.
+
+    Args:
+        rank: of this shard.
+        peers: connected sockets by rank: all others on rank 0, rank 0 alone on the others.
+        on_failure: what to do when a shard has failed, this one included.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], on_failure: OnFailure) -> None:
+        self._rank = rank
+        self._peers = [_Peer(peer, connection) for peer, connection in peers.items()]
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._failure = ""
+        self._has_failed = threading.Event()
+        self._leave_by_s: float | None = None
+        self._deadline: tuple[float, str] | None = None
+        self._thread = threading.Thread(target=self._listen, name="pagedkv-failure_detector", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """Why the shards can't go on; empty while they can."""
+        return self._failure
+
+    def departed_ranks(self) -> list[int]:
+        """Ranks among the peers that have left in order."""
+        return [peer.rank for peer in self._peers if peer.has_left]
+
+    def fail(self, message: str) -> None:
+        """Tells every shard that this one can't go on. The first failure counts, later ones are not passed on."""
+        with self._lock:
+            if self._failure or self._leave_by_s is not None:
+                return
+            self._failure = message
+        self._tell(_FAILED + message.replace("\n", " ").encode())
+        # First the handler, which ends the process with its exit code: a thread that waits for the news would end it
+        # with another one.
+        self._on_failure(message)
+        self._has_failed.set()
+
+    def wait_for_report(self) -> bool:
+        """Gives the news of another shard's end a moment to arrive: a collective may break before it is here."""
+        return self._has_failed.wait(_REPORT_TIMEOUT_S)
+
+    @contextmanager
+    def time_limit(self, seconds: float, task: str) -> Iterator[None]:
+        """Fails when the body runs for longer."""
+        self._deadline = (time.monotonic() + seconds, f"{task} has taken more than {seconds:g} s on rank {self._rank}")
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+    def leave(self, failure: str = "") -> None:
+        """Says that this shard ends, in order or with a failure that ends the others, and hangs up. Rank 0 waits a
+        while for the others to do so first."""
+        with self._lock:
+            self._leave_by_s = time.monotonic() + (_LEAVE_TIMEOUT_S if self._rank == 0 else 0)
+        self._tell(_FAILED + failure.replace("\n", " ").encode() if failure else _LEFT)
+        self._thread.join()
+        for peer in self._peers:
+            peer.connection.close()
+
+    def _tell(self, message: bytes) -> None:
+        for peer in self._peers:
+            peer.tell(message)
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for peer in self._peers:
+                selector.register(peer.connection, selectors.EVENT_READ, peer)
+            while selector.get_map() and not (self._leave_by_s and time.monotonic() > self._leave_by_s):
+                for key, _ in selector.select(_POLL_S):
+                    if not self._receive(key.data):
+                        selector.unregister(key.fileobj)
+                self._check_deadline()
+
+    def _receive(self, peer: _Peer) -> bool:
+        """Whether more may come."""
+        try:
+            data = peer.connection.recv(65536)
+        except OSError:
+            data = b""
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        for line in lines:
+            peer.has_left |= line == _LEFT
+            if line.startswith(_FAILED):
+                self.fail(line.removeprefix(_FAILED).decode(errors="replace"))
+        if not data and not peer.has_left:
+            self.fail(f"rank {peer.rank} has ended unexpectedly; its own log says why")
+        return bool(data)
+
+    def _check_deadline(self) -> None:
+        deadline = self._deadline
+        if deadline is not None and time.monotonic() > deadline[0]:
+            self.fail(
+                f"{deadline[1]}: another shard hangs, or got other calls than this one (every call must reach all "
+                "shards)"
+            )
+
+
+def connect_failure_detector(
+    rank: int, num_shards: int, store: TCPStore, host: str, timeout_s: float, on_failure: OnFailure
+) -> FailureDetector:
+    """Connects this shard. Every shard calls it at about the same time.
+
+    Args:
+        store: shared by the shards; tells the port that rank 0 listens on, and a secret that keeps others out.
+        host: where rank 0 is.
+
+    Raises:
+        ShardError: not all are connected within `timeout_s`; the text names the missing ranks.
+    """
+    peers = _accept(num_shards, store, host, timeout_s) if rank == 0 else {0: _call(rank, store, host, timeout_s)}
+    for connection in peers.values():
+        connection.settimeout(None)
+        _keep_alive(connection)
+    return FailureDetector(rank, peers, on_failure)
+
+
+def _accept(num_shards: int, store: TCPStore, host: str, timeout_s: float) -> dict[int, socket.socket]:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    secret = secrets.token_hex(16)
+    peers: dict[int, socket.socket] = {}
+    deadline_s = time.monotonic() + timeout_s
+    with socket.create_server((host, 0), family=family) as listener:
+        store.set(_STORE_KEY, f"{listener.getsockname()[1]} {secret}")
+        while len(peers) < num_shards - 1:
+            listener.settimeout(max(0.01, deadline_s - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = _name_ranks(set(range(1, num_shards)) - set(peers))
+                raise ShardError(f"{missing} did not join within {timeout_s:g} s; see the log there") from None
+            caller = _read_greeting(connection, secret)
+            if caller is None or caller in peers or caller not in range(1, num_shards):
+                connection.close()
+            else:
+                peers[caller] = connection
+    return peers
+
+
+def _read_greeting(connection: socket.socket, secret: str) -> int | None:
+    """The rank of a caller that knows the secret."""
+    connection.settimeout(_REPORT_TIMEOUT_S)
+    try:
+        line = b""
+        while not line.endswith(b"\n") and len(line) < _MAX_GREETING_BYTES:
+            # One byte at a time: what follows the line is for the listening thread.
+            line += (byte := connection.recv(1))
+            if not byte:
+                return None
+        said, _, rank = line.decode().strip().partition(" ")
+        return int(rank) if hmac.compare_digest(said.encode(), secret.encode()) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _call(rank: int, store: TCPStore, host: str, timeout_s: float) -> socket.socket:
+    try:
+        port, secret = store.get(_STORE_KEY).decode().split(" ")
+        connection = socket.create_connection((host, int(port)), timeout_s)
+        connection.sendall(f"{secret} {rank}\n".encode())
+    except (OSError, RuntimeError) as error:  # the store's own errors are RuntimeErrors
+        raise ShardError(f"rank {rank} can't reach rank 0 on {host}: {error}") from error
+    return connection
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _name_ranks(ranks: Collection[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,259 @@
+"""`text-generation-server` as the launcher of text-generation-inference starts and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+
+from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.integration.cli.install_launcher_shim import write_shim
+from pagedkv.integration.serve.launcher_command import ServeFlags, configure, read_shard
+from pagedkv.integration.serve.weights import ensure_weights
+from pagedkv.plugin.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+TRACES = ("01_greedy_single", "04_filter_batch", "06b_stop_multi_token")
+FLAGS = ServeFlags(model_id="some/model", uds_path="socket")
+CALL_TIMEOUT_S = 60
+NUM_RUNNING = 10
+
+
+class TestConfig:
+    def test_flags_become_keys(self) -> None:
+        flags = replace(
+            FLAGS,
+            dtype="bfloat16",
+            kv_cache_dtype="fp8_e4m3fn",
+            trust_remote_code=True,
+            revision="v1",
+            max_input_tokens=700,
+            otlp_endpoint="http://somewhere:4317",
+            otlp_service_name="tgi.server",
+        )
+        config = configure(flags, {})
+        assert (config.model.path, config.model.revision, config.model.dtype) == ("some/model", "v1", "bfloat16")
+        assert config.model.trust_remote_code
+        assert config.cache.kv_dtype == "fp8_e4m3"
+        assert config.limits.max_input_tokens == 700
+        assert config.server.uds_path == "socket"
+        assert config.server.listen == ""
+        assert config.tracing.otlp_endpoint == "http://somewhere:4317"
+        assert config.tracing.service_name == "tgi.server"
+
+    def test_what_the_launcher_leaves_out_stays_at_our_default(self) -> None:
+        config = configure(FLAGS, {"CUDA_MEMORY_FRACTION": "1.0", "MAX_TOTAL_TOKENS": ""})
+        assert (config.model.dtype, config.cache.kv_dtype) == ("auto", "auto")
+        assert not config.model.trust_remote_code
+        assert config.cache.memory_fraction == 0.9
+        assert config.limits.max_total_tokens == "auto"
+
+    def test_variables_of_the_launcher_become_keys(self) -> None:
+        variables = {
+            "CUDA_MEMORY_FRACTION": "0.5",
+            "MAX_TOTAL_TOKENS": "3000",
+            "MAX_BATCH_SIZE": "7",
+            "CUDA_GRAPHS": "1,2",
+        }
+        config = configure(FLAGS, variables)
+        assert config.cache.memory_fraction == 0.5
+        assert config.limits.max_total_tokens == 3000
+        assert config.scheduler.max_num_sequences == 7
+        assert config.graphs.batch_sizes == (1, 2)
+
+    def test_file_goes_under_launcher_s_variables_under_ours_under_launcher_s_flags(self, tmp_path: Path) -> None:
+        file = tmp_path / "pagedkv.toml"
+        file.write_text(
+            'backend = "contiguous"\n[limits]\nmax_total_tokens = 100\nmax_input_tokens = 10\n'
+            "[scheduler]\nmax_num_sequences = 1\n"
+        )
+        variables = {
+            "PAGEDKV_CONFIG": str(file),
+            "MAX_TOTAL_TOKENS": "200",
+            "MAX_BATCH_SIZE": "2",
+            "PAGEDKV_LIMITS_MAX_TOTAL_TOKENS": "300",
+            "PAGEDKV_LIMITS_MAX_INPUT_TOKENS": "20",
+        }
+        config = configure(replace(FLAGS, max_input_tokens=30), variables)
+        assert config.backend == "contiguous"
+        assert config.scheduler.max_num_sequences == 2
+        assert config.limits.max_total_tokens == 300
+        assert config.limits.max_input_tokens == 30
+
+    def test_everything_that_can_not_be_honoured_is_named_at_once(self) -> None:
+        flags = replace(FLAGS, quantize="awq", speculate=2)
+        variables = {"LORA_ADAPTERS": "a=b", "ROPE_SCALING": "linear", "ROPE_FACTOR": "2", "WATERMARK_GAMMA": "0.25"}
+        with pytest.raises(ConfigError) as caught:
+            configure(flags, variables)
+        for name in ("--quantize awq", "--speculate 2", *variables):
+            assert name in str(caught.value)
+
+    def test_flags_at_a_value_that_is_ours_anyway_are_taken(self) -> None:
+        configure(replace(FLAGS, speculate=0), {"WATERMARK_GAMMA": "0.50", "WATERMARK_DELTA": "2", "LORA_ADAPTERS": ""})
+
+    @pytest.mark.parametrize("name", ["CUDA_MEMORY_FRACTION", "WATERMARK_DELTA"])
+    def test_variable_that_is_no_number_is_refused_by_its_own_name(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=f"{name} must be a number"):
+            configure(FLAGS, {name: "much"})
+
+    def test_rank_and_number_of_shards_come_from_the_environment(self) -> None:
+        assert read_shard({}, sharded=False) == (0, 1)
+        assert read_shard({"RANK": "2", "WORLD_SIZE": "4"}, sharded=True) == (2, 4)
+        for variables, sharded in (({"RANK": "1"}, False), ({"WORLD_SIZE": "two"}, False), ({}, True)):
+            with pytest.raises(ConfigError, match="WORLD_SIZE"):
+                read_shard(variables, sharded)
+
+
+class TestWeights:
+    def test_directory_with_weights_is_all_that_is_needed(self, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").touch()
+        assert ensure_weights(str(tmp_path), ".safetensors") == tmp_path
+
+    def test_directory_without_weights_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_model.bin").touch()
+        with pytest.raises(ConfigError, match="safetensors"):
+            ensure_weights(str(tmp_path), ".safetensors")
+
+    def test_command_finds_what_the_hub_s_cache_holds_and_refuses_what_it_lacks(
+        self, shim: Path, tmp_path: Path
+    ) -> None:
+        snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").touch()
+        refs = tmp_path / "models--some--model" / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("0" * 40)
+        environ = {**os.environ, "HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        for model, code in (("some/model", 0), ("other/model", 1)):
+            command = [shim, "download-weights", model, "--extension", ".safetensors", "--json-output"]
+            done = subprocess.run(command, env=environ, capture_output=True, text=True)
+            assert done.returncode == code, done.stderr
+            assert (f"{model} is no directory here" in done.stderr) == bool(code)
+            assert "Traceback" not in done.stderr
+
+
+class TestShim:
+    def test_another_program_s_command_is_never_replaced(self, tmp_path: Path) -> None:
+        stock = tmp_path / "text-generation-server"
+        stock.write_text("#!/bin/sh\necho stock\n")
+        with pytest.raises(ConfigError, match="another program's"):
+            write_shim(tmp_path, sys.executable)
+        assert "stock" in stock.read_text()
+
+    def test_it_is_found_on_the_path_whatever_folder_python_lies_in_and_replaces_itself(self, tmp_path: Path) -> None:
+        python = tmp_path / "a folder with spaces" / "python"
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+        for _ in range(2):
+            write_shim(tmp_path / "bin", str(python))
+        environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        done = subprocess.run(["text-generation-server", "--help"], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0
+        assert "download-weights" in done.stdout
+
+    def test_a_refused_flag_ends_it_with_a_reason_and_without_a_traceback(self, shim: Path, tmp_path: Path) -> None:
+        command = [shim, "serve", str(tmp_path), "--uds-path", str(tmp_path / "s"), "--quantize", "gptq"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "--quantize gptq" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
+    launched: Callable[..., Any], demo_model: Path
+) -> None:
+    with launched(demo_model, {}) as (shard,):
+        assert stat.S_IMODE(shard.socket_path.stat().st_mode) == 0o600
+        assert shard.health_fault() == "the server is not warmed up yet"
+        _start_as_a_router_does(shard)
+        for trace in TRACES:
+            _check_trace(shard, trace)
+        _check_that_faulty_requests_hurt_no_one(shard)
+        _check_that_a_client_s_end_ends_its_stream(shard)
+        _check_drain(shard)
+        assert shard.process.wait(CALL_TIMEOUT_S) == 0
+        assert not shard.socket_path.exists()
+    assert shard.errors.read_text() == ""
+    records = [json.loads(line) for line in shard.lines]
+    assert {record["record"]["level"]["name"] for record in records} <= {"INFO", "WARNING"}
+    assert any("resolved config" in record["text"] for record in records)
+
+
+def _start_as_a_router_does(shard: Any) -> None:
+    assert list(shard.call("ServiceDiscovery", pb.ServiceDiscoveryRequest()).urls) == [f"unix://{shard.socket_path}"]
+    shard.call("ClearCache", pb.ClearCacheRequest())
+    info = shard.call("Info", pb.InfoRequest())
+    assert (info.requires_padding, info.support_chunking, info.block_size) == (False, True, 16)
+    warmup = shard.call(
+        "Warmup", pb.WarmupRequest(max_input_tokens=1024, max_prefill_tokens=512, max_total_tokens=2048)
+    )
+    assert (warmup.max_input_tokens, warmup.max_total_tokens) == (1024, 2048)
+    assert warmup.max_supported_total_tokens == 192 * 16
+    shard.call("Health", pb.HealthRequest())
+
+
+def _check_trace(shard: Any, trace: str) -> None:
+    for call in json.loads((GOLDEN / f"{trace}.json").read_text(encoding="utf-8"))["calls"]:
+        found = shard.replay(call)
+        if call["method"] in ("Prefill", "Decode"):
+            recorded = json_format.ParseDict(call["response"], type(found)())
+            assert [list(g.tokens.ids) for g in found.generations] == [list(g.tokens.ids) for g in recorded.generations]
+            assert [g.generated_text for g in found.generations] == [g.generated_text for g in recorded.generations]
+    shard.call("ClearCache", pb.ClearCacheRequest())
+
+
+def _check_that_faulty_requests_hurt_no_one(shard: Any) -> None:
+    running = shard.prefill(1, "The capital of France is", 4)
+    invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+    assert shard.code_of(lambda: shard.prefill(2, "", 4)) == invalid
+    assert shard.code_of(lambda: shard.prefill(2, "too much", 0)) == invalid
+    assert shard.code_of(lambda: shard.prefill(2, "too much", 2**31)) == invalid
+    assert shard.code_of(lambda: shard.prefill(1, "again", 4)) == invalid
+    assert shard.code_of(lambda: shard.prefill(2, "x" * 10_000_000, 4)) == invalid
+    assert shard.code_of(lambda: shard.call("Decode", pb.DecodeRequest(batches=[pb.CachedBatch(id=9)]))) == missing
+    while running.HasField("batch"):
+        running = shard.call("Decode", pb.DecodeRequest(batches=[running.batch]))
+    assert running.generations[0].generated_text.text == " Paris.\n\n"
+
+
+def _check_that_a_client_s_end_ends_its_stream(shard: Any) -> None:
+    response = shard.prefill(3, "Once upon a time", 900)
+    for _ in range(4):
+        response = shard.call("Decode", pb.DecodeRequest(batches=[response.batch]))
+    ended_s = time.monotonic()
+    shard.call("ClearCache", pb.ClearCacheRequest(id=3))
+    assert shard.code_of(lambda: shard.call("Decode", pb.DecodeRequest(batches=[response.batch]))).name == "NOT_FOUND"
+    assert time.monotonic() - ended_s < 1
+
+
+def _check_drain(shard: Any) -> None:
+    """SIGTERM with requests running: health flips, new work is refused, running work finishes."""
+    batches = [shard.prefill(i, f"Story number {i}:", 4).batch for i in range(NUM_RUNNING)]
+    shard.process.send_signal(signal.SIGTERM)
+    deadline_s = time.monotonic() + CALL_TIMEOUT_S
+    while shard.health_fault() != "the server is draining: running requests finish, new ones are refused":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    assert shard.code_of(lambda: shard.prefill(99, "Too late", 2)) == grpc.StatusCode.UNAVAILABLE
+    num_tokens = NUM_RUNNING
+    response = shard.call("Decode", pb.DecodeRequest(batches=batches))
+    num_tokens += len(response.generations)
+    while response.HasField("batch"):
+        response = shard.call("Decode", pb.DecodeRequest(batches=[response.batch]))
+        num_tokens += len(response.generations)
+    assert num_tokens == NUM_RUNNING * 4
+    assert sum(generation.HasField("generated_text") for generation in response.generations) == NUM_RUNNING
