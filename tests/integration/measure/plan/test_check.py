@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from pagedkv.integration.measure.plan import plan as plan_module
+from pagedkv.integration.measure.plan import memory_plan as plan_module
 from pagedkv.integration.measure.plan.weights import count_weight_bytes
 
 SETTINGS = ("model.device=cpu", "cache.memory=32MiB", "scheduler.max_step_tokens=64")

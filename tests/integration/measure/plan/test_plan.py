@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedkv.integration.measure.plan import plan as plan_module
+from pagedkv.integration.measure.plan import memory_plan as plan_module
 from pagedkv.integration.measure.plan.model_facts import read_model
 from pagedkv.integration.measure.plan.weights import count_weight_bytes
 from pagedkv.plugin.config import load_config

@@ -154,15 +154,15 @@ class Lab:
                 "server": {"uds_path": str(self.folder / name), **server_keys},
             }
         )
-        with open_observers(config, ShardInfo()) as observers:
-            observers = observers.observe(backend)
+        with open_observers(config, ShardInfo()) as opened:
+            observers = opened.observe(backend)
             observers = replace(observers, requests=(*observers.requests, *extra_observers))
-            assert observers.metrics is not None
+            assert opened.metrics is not None
             server = GenerationServer(backend, tokenizer or LetterTokenizer(), config.server, observers=observers)
-            observers.metrics.attach(server.service)
+            opened.metrics.attach(server.service)
             async with server, grpc.aio.insecure_channel(server.targets[0]) as channel:
                 await server.warm_up(WarmupLimits())
-                yield Served(server, backend, observers, TextGenerationServiceStub(channel))
+                yield Served(server, backend, opened, TextGenerationServiceStub(channel))
             backend.close()
 
 
