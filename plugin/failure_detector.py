@@ -86,14 +86,21 @@ class FailureDetector:
         return [peer.rank for peer in self._peers if peer.has_left]
 
     def fail(self, message: str) -> None:
-        """Tells every shard that this one can't go on. The first failure counts, later ones are not passed on."""
+        """Tells every shard that this one can't go on. The first failure counts, later ones are not passed on.
+
+        Returns when the handler has returned, also to a thread that comes second: what it does next could otherwise
+        end the process before the handler does, with another exit code.
+        """
         with self._lock:
-            if self._failure or self._leave_by_s is not None:
+            if self._leave_by_s is not None:
                 return
-            self._failure = message
+            is_first = not self._failure
+            self._failure = self._failure or message
+        if not is_first:
+            self.wait_for_report()
+            return
         self._tell(_FAILED + message.replace("\n", " ").encode())
-        # First the handler, which ends the process with its exit code: a thread that waits for the news would end it
-        # with another one.
+        # First the handler, then the news for threads that wait.
         self._on_failure(message)
         self._has_failed.set()
 

@@ -108,6 +108,27 @@ def test_failure_reaches_both_ends_once(ends) -> None:
     assert first.wait_for_report()
 
 
+def test_second_failure_waits_until_the_handler_of_the_first_is_through() -> None:
+    first, second = socket.socketpair()
+    is_handling, can_end = threading.Event(), threading.Event()
+    handled: list[str] = []
+
+    def handle(message: str) -> None:
+        is_handling.set()
+        can_end.wait(FAST_S)
+        handled.append(message)
+
+    failure_detector = FailureDetector(0, {1: first}, handle)
+    peer = FailureDetector(1, {0: second}, lambda message: None)
+    peer.fail("rank 1 has decided differently")
+    assert is_handling.wait(FAST_S)
+    threading.Timer(0.1, can_end.set).start()
+    failure_detector.fail("rank 0 has decided differently")
+    assert handled == ["rank 1 has decided differently"]
+    failure_detector.leave()
+    peer.leave()
+
+
 def test_leaving_in_order_is_no_failure(ends) -> None:
     first, second, told_first, told_second = ends()
     assert first.departed_ranks() == []
