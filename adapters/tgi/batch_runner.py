@@ -1,4 +1,4 @@
-"""A client's calls as steps of a backend: prefill, decode, filter, clear. Runs on the step loop's thread alone."""
+"""Turns a client's calls (prefill, decode, filter, clear) into steps of a backend. Runs on the step loop's thread."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step brought for the batches that it ran."""
+    """The result of one step for the batches that it ran."""
 
     tokens: list[NewToken]
-    """In the order of the batch. A request without a new token waits: for its prompt's next chunk or for room."""
+    """In the order of the batch. A request without a new token waits for its prompt's next chunk or for free blocks."""
     batch: BatchState | None
     """None once every request has ended."""
     forward_ns: int
-    """Of the backend's step."""
+    """Time of the backend's step."""
     text_ns: int
-    """Of turning tokens into text."""
+    """Time of turning tokens into text."""
     join_ns: int | None
-    """Of joining batches, where there were several."""
+    """Time of joining batches; None for a single batch."""
 
 
 class BatchRunner:
-    """Owns the backend from now on.
+    """Runs steps of a backend for batches of requests. No one else may call the backend meanwhile.
 
     Args:
         backend: runs the steps.
         rank: of this shard.
-        num_shards: each shard reports the tokens of every num_shards-th request, so that together they report all once.
-        observers: told of each request's end and of each step.
+        num_shards: each shard reports the tokens of every num_shards-th request, so that each token is reported once.
+        observers: called at each request's end and after each step.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BatchRunner:
         return self._batches.num_requests
 
     def warm_up(self, limits: WarmupLimits) -> Capacity:
-        """Raises RequestError while requests are live, and what `Backend.warmup` raises."""
+        """Warms the backend up. Raises RequestError if requests are live, and the errors of `Backend.warmup`."""
         if self._batches.num_requests:
             raise RequestError(f"{self._batches.num_requests} requests are live; clear them before a warm-up")
         self.is_warm = False
@@ -71,13 +71,13 @@ class BatchRunner:
         return capacity
 
     def prefill(self, batch_id: int, requests: Sequence[LiveRequest], running_id: int | None) -> StepResult:
-        """Takes a new batch and runs a step over it, together with a running batch where one is named.
+        """Adds a new batch and runs a step over it, together with a running batch if one is named.
 
-        Whatever is raised, the new requests are gone. Those of the running batch live on, but for those that a
-        StepError names; after an error that is not listed here, they are gone too.
+        After any error the new requests have ended. Requests of the running batch continue, except those that a
+        StepError names; after an error that is not listed here, they have ended too.
 
         Raises:
-            RequestError, CapacityError, DuplicateRequestError: of a request, or the batch id is in use.
+            RequestError, CapacityError, DuplicateRequestError: a request is refused, or the batch id is in use.
             NotFoundError: there is no such running batch.
             UnavailableError: before the warm-up.
             StepError: the step failed.
@@ -99,7 +99,7 @@ class BatchRunner:
         Raises:
             RequestError: no batch is named, or one twice.
             NotFoundError: there is no such batch; nothing has changed.
-            StepError: the step failed; the requests that it names are gone, the batches are as they were otherwise.
+            StepError: the step failed; the requests that it names have ended, the batches are otherwise unchanged.
         """
         if not batch_ids:
             raise RequestError("no batch is named; name at least one")
@@ -112,12 +112,12 @@ class BatchRunner:
         return describe_batch(batch, self._requires_padding)
 
     def clear(self, batch_ids: Iterable[int] | None = None) -> None:
-        """Ends all requests of batches, None: of all; unknown ids are passed over."""
+        """Ends all requests of these batches, or of all batches for None. Ignores unknown ids."""
         ended = self._batches.pop_all() if batch_ids is None else self._batches.pop(batch_ids)
         self._abort(ended, Outcome.ABORTED)
 
     def find_abandoned(self, timeout_s: float) -> list[int]:
-        """Ids of batches for which no step was asked for so long. May be called from any thread."""
+        """Ids of batches without a step for more than `timeout_s` seconds. May be called from any thread."""
         return self._batches.find_older(timeout_s)
 
     def end_abandoned(self, timeout_s: float) -> None:
@@ -128,7 +128,7 @@ class BatchRunner:
         self._abort(self._batches.pop(batch_ids), Outcome.ABANDONED)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError where the backend's bookkeeping contradicts itself."""
+        """Raises IntegrityError if the backend's bookkeeping contradicts itself."""
         self._backend.check_integrity()
 
     def _step(self, batches: Sequence[Batch]) -> StepResult:
@@ -146,7 +146,7 @@ class BatchRunner:
             self._report_ends([lives[request_id] for request_id in failed if request_id in lives], Outcome.FAILED)
             raise
         except Exception:
-            # Whether these requests got a token is unknown, so their text can't be continued.
+            # It is unknown whether these requests got a token, so their text can't be continued.
             self._abort(self._batches.pop([batch.id for batch in batches]), Outcome.FAILED)
             raise
         self._end(lives, [token for token in tokens if token.final is not None])
@@ -164,7 +164,7 @@ class BatchRunner:
         )
 
     def _own_tokens(self, tokens: Sequence[NewToken], request_ids: Sequence[RequestId]) -> list[NewToken]:
-        """Those that this shard reports, in the order of the batch."""
+        """Returns the tokens that this shard reports, in the order of the batch."""
         places = {request_id: place for place, request_id in enumerate(request_ids)}
         own = [token for token in tokens if places[token.request.id] % self._num_shards == self._rank]
         return sorted(own, key=lambda token: places[token.request.id])
@@ -185,7 +185,7 @@ class BatchRunner:
         return NewToken(live.request, output, text, is_first, final)
 
     def _end(self, lives: Mapping[RequestId, LiveRequest], last_tokens: Sequence[NewToken]) -> None:
-        """Lets go of requests that have their last token. Those that a stop string ended still run in the backend."""
+        """Removes requests that have their last token. Aborts those that ended by a stop string in the backend."""
         if not last_tokens:
             return
         self._backend.abort([token.request.id for token in last_tokens if token.output.finish_reason is None])

@@ -1,4 +1,4 @@
-"""Which live request belongs to which batch of the client. Bookkeeping only; nothing here runs or ends a request."""
+"""Tracks which live request belongs to which batch of the client. Nothing here runs or ends a request."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pagedkv.plugin.text import OutputText
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request that the backend holds, and its text so far."""
+    """A request that the backend holds, and its output text so far."""
 
     request: Request
     text: OutputText
     arrived_s: float
-    """Of time.monotonic, as are all times here."""
+    """Of `time.monotonic`, like all times here."""
     trace_context: Mapping[str, str] = field(default_factory=dict)
     """See `RequestEnd.trace_context`."""
     prompt: str | None = None
-    """Its text, where the log is to have it."""
+    """The prompt text, if the log shall include it."""
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
 
     def describe_end(self, outcome: Outcome) -> RequestEnd:
-        """What watchers are told when it ends now."""
+        """Returns what observers get if the request ends now."""
         return RequestEnd(
             request_id=self.request.id,
             outcome=outcome,
@@ -48,25 +48,25 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class Batch:
-    """The live requests under one batch id, in the order in which they are answered."""
+    """The live requests under one batch id, in the order of responses."""
 
     id: int
     requests: dict[RequestId, LiveRequest]
     named_s: float = field(default_factory=time.monotonic)
-    """When a step was last asked for it."""
+    """When a step was last requested for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """What a client is told about a batch."""
+    """What is reported to a client about a batch."""
 
     id: int
     request_ids: tuple[RequestId, ...]
     max_tokens: int
-    """Tokens that the requests may hold until their end: their prompts and outputs, or, for a backend that pads, its
-    rectangle of that many rows of the longest prompt and the longest output."""
+    """Tokens that the requests may hold at their ends: the sum of their prompts and outputs. For a backend that pads:
+    the number of requests times the longest prompt plus the longest output."""
     current_tokens: int
-    """Tokens that the next step computes at the most: the prompt of a request without output yet, one of any other."""
+    """Upper limit of tokens in the next step: the prompt of a request without output, one token of any other."""
 
 
 class BatchTable:
@@ -81,7 +81,7 @@ class BatchTable:
         return sum(len(batch.requests) for batch in tuple(self._batches.values()))
 
     def find(self, batch_ids: Sequence[int]) -> list[Batch]:
-        """The batches of these ids, in this order.
+        """Returns the batches with these ids, in this order.
 
         Raises:
             RequestError: an id is named twice.
@@ -95,23 +95,23 @@ class BatchTable:
         return [self._batches[batch_id] for batch_id in batch_ids]
 
     def find_older(self, timeout_s: float) -> list[int]:
-        """Ids of batches for which no step was asked for so long. May be called from any thread."""
+        """Ids of batches without a step for more than `timeout_s` seconds. May be called from any thread."""
         earliest_s = time.monotonic() - timeout_s
         return [batch.id for batch in tuple(self._batches.values()) if batch.named_s < earliest_s]
 
     def check_free(self, batch_id: int) -> None:
-        """Raises DuplicateRequestError where the id names a batch already."""
+        """Raises DuplicateRequestError if a batch with this id exists."""
         if batch_id in self._batches:
             raise DuplicateRequestError(f"batch {batch_id} is running already; clear it first, or use another id")
 
     def open(self, batch_id: int, requests: Iterable[LiveRequest]) -> Batch:
-        """Makes a batch of requests under a free id."""
+        """Adds a batch of requests under a free id."""
         batch = Batch(batch_id, {live.request.id: live for live in requests})
         self._batches[batch_id] = batch
         return batch
 
     def join(self, batches: Sequence[Batch]) -> Batch | None:
-        """Moves all requests into the first batch. None where no request is left in any."""
+        """Moves all requests into the first batch. Returns None if no batch has a request left."""
         for batch in batches:
             self._batches.pop(batch.id, None)
         joined = self.open(batches[0].id, [live for batch in batches for live in batch.requests.values()])
@@ -121,10 +121,10 @@ class BatchTable:
         return joined
 
     def retain(self, batch_id: int, request_ids: Sequence[RequestId]) -> tuple[Batch, list[LiveRequest]]:
-        """Keeps only the named requests of a batch, in the order named; the order stays where all are named.
+        """Keeps only the named requests of a batch, in the order named; keeps its order if all are named.
 
         Returns:
-            The batch, and those that are no longer in it.
+            The batch, and the requests that were removed from it.
 
         Raises:
             NotFoundError: there is no such batch, or it has no such live request; nothing has changed.
@@ -143,7 +143,7 @@ class BatchTable:
         return batch, dropped
 
     def remove_requests(self, request_ids: Collection[RequestId]) -> None:
-        """Takes ended requests out of their batches, and batches that they leave empty out of the table."""
+        """Removes ended requests from their batches, and removes batches that become empty."""
         for batch in tuple(self._batches.values()):
             for request_id in request_ids:
                 batch.requests.pop(request_id, None)
@@ -151,7 +151,7 @@ class BatchTable:
                 del self._batches[batch.id]
 
     def pop(self, batch_ids: Iterable[int]) -> list[LiveRequest]:
-        """Removes batches; unknown ids are passed over. Returns the requests that were in them."""
+        """Removes batches; ignores unknown ids. Returns the requests that were in them."""
         found = [self._batches.pop(batch_id, None) for batch_id in batch_ids]
         return [live for batch in found if batch is not None for live in batch.requests.values()]
 
@@ -161,7 +161,7 @@ class BatchTable:
 
 
 def describe_batch(batch: Batch, requires_padding: bool) -> BatchState:
-    """What to tell about a batch that has live requests."""
+    """Returns what to report about a batch that has live requests."""
     lives = batch.requests.values()
     prompts = [len(live.request.prompt_ids) for live in lives]
     outputs = [live.request.params.max_new_tokens for live in lives]

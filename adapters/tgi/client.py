@@ -1,4 +1,4 @@
-"""A client of `generate.v3` for one prompt at a time, in the order of calls in which a router makes them."""
+"""A client of `generate.v3` for one prompt at a time. Makes the calls in a router's order: Prefill, then Decode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _Response = TypeVar("_Response")
 
 KEEP_ALL_TOKENS = 2**32 - 1
-"""`truncate` for a prompt that must not be cut."""
+"""Value of `truncate` that keeps the whole prompt."""
 
 _MAX_MESSAGE_BYTES = 64 * 2**20
 _CLEAR_TIMEOUT_S = 5.0
@@ -44,28 +44,28 @@ class GeneratedToken:
     logprob: float
     is_special: bool
     num_cached_tokens: int | None
-    """In the first token, where the server tells: prompt tokens that it found in its prefix cache."""
+    """Prompt tokens found in the server's prefix cache. Set in the first token; None elsewhere or if not reported."""
     final: FinalText | None
-    """In the last token."""
+    """Set in the last token only."""
 
 
 class GenerationClient:
-    """Talks to one model server.
+    """A client of one model server.
 
         async with GenerationClient("unix:/run/pagedkv-0") as client:
             async for token in client.generate("Once upon a time", SamplingParams(max_new_tokens=20)):
                 print(token.text, end="")
 
-    Every method raises, by what the server answers: RequestError, NotFoundError, UnavailableError (also when nobody
-    answers at the address), else PagedKVError.
+    Every method raises the error that matches the server's status: RequestError, NotFoundError, UnavailableError (also
+    when no server answers at the address), or PagedKVError for any other.
 
     Args:
         target: "unix:PATH", "HOST:PORT", or the path of a socket.
-        tls: for a server that listens on TCP with TLS; None is a connection in the clear.
-        metadata: sent with each new request, as the cache salt of a tenant.
+        tls: for a server that listens on TCP with TLS; None connects without encryption.
+        metadata: sent with each new request, for example the cache salt of a tenant.
 
     Raises:
-        ConfigError: a file of `tls` is wrong.
+        ConfigError: a file of `tls` can't be read or is not a PEM file of its kind.
     """
 
     def __init__(self, target: str, *, tls: ClientTls | None = None, metadata: Sequence[tuple[str, str]] = ()) -> None:
@@ -93,7 +93,7 @@ class GenerationClient:
         return await _answer_of(self._stub.Info(pb.InfoRequest()))
 
     async def health(self) -> None:
-        """Returns while the server takes work."""
+        """Returns if the server takes new requests; raises otherwise."""
         await _answer_of(self._stub.Health(pb.HealthRequest()))
 
     async def generate(
@@ -104,7 +104,7 @@ class GenerationClient:
         truncate: int = KEEP_ALL_TOKENS,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[GeneratedToken, None]:
-        """Streams the tokens of one prompt; `params.n` is left out of account.
+        """Streams the tokens of one prompt. Ignores `params.n`.
 
         A caller that stops early, by cancellation or by `aclose` (see `contextlib.aclosing`), ends the request on the
         server before this returns.
@@ -135,7 +135,7 @@ class GenerationClient:
         try:
             await self._stub.ClearCache(pb.ClearCacheRequest(id=batch_id), timeout=_CLEAR_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            return  # A server that can't be reached, or has stopped, has nothing of ours left to end.
+            return  # A server that can't be reached, or has stopped, holds no request of ours.
 
 
 def _resolve_target(target: str) -> str:

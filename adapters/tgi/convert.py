@@ -1,4 +1,4 @@
-"""Between protobuf messages and what a backend knows: requests on the way in, tokens on the way out."""
+"""Converts protobuf messages to the requests of a backend, and its tokens to messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagedkv.plugin.requests import (
 )
 
 SHARED_NAMESPACE = CacheNamespace()
-"""Of requests that nothing separates."""
+"""Namespace of requests without a cache salt."""
 
 FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -32,7 +32,7 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class FinalText:
-    """What closes a request."""
+    """The end of a request: its whole text and finish reason."""
 
     text: str
     num_generated_tokens: int
@@ -46,18 +46,18 @@ class NewToken:
     request: Request
     output: StepOutput
     text: str
-    """What to stream for it."""
+    """The text to stream with this token."""
     is_first: bool
     """Whether it is the request's first token."""
     final: FinalText | None
-    """In the request's last token."""
+    """Set in the request's last token only."""
 
 
 def to_requests(batch: pb.Batch, encoder: PromptEncoder, namespace: CacheNamespace = SHARED_NAMESPACE) -> list[Request]:
-    """The requests of a new batch, all in one namespace of the cache.
+    """Converts the requests of a new batch, all in one namespace of the cache.
 
     Raises:
-        RequestError: there is none, or one of them is wrong in itself; the text names it.
+        RequestError: the batch is empty, or a request is invalid; the message names it.
     """
     if not batch.requests:
         raise RequestError("the batch has no requests; send at least one")
@@ -84,7 +84,7 @@ def _prompt_text(message: pb.Request) -> str:
 
 
 def _to_params(message: pb.Request) -> SamplingParams:
-    """Raises RequestError, naming the request, for what is not supported or out of range."""
+    """Converts sampling parameters. Raises RequestError, naming the request, if one is unsupported or out of range."""
     chooser, stopping = message.parameters, message.stopping_parameters
     if chooser.grammar or chooser.grammar_type != pb.GRAMMAR_TYPE_NONE:
         raise RequestError(f"request {message.id}: grammars are not supported yet; leave grammar and its type out")
@@ -112,11 +112,11 @@ def _to_params(message: pb.Request) -> SamplingParams:
 
 
 def to_generation(token: NewToken, texts: TokenTexts) -> pb.Generation:
-    """The message for one new token."""
+    """Returns the message for one new token."""
     output = token.output
     token_id = output.token.token_id
     generation = pb.Generation(request_id=output.request_id)
-    tokens = generation.tokens  # Appending in place costs half of what constructing from lists does, at every token.
+    tokens = generation.tokens  # Appending in place takes half the time of constructing from lists.
     tokens.ids.append(token_id)
     tokens.logprobs.append(output.token.logprob)
     tokens.texts.append(token.text)
@@ -153,7 +153,7 @@ def _to_generated_text(final: FinalText, seed: int | None) -> pb.GeneratedText:
 
 
 def to_cached_batch(state: BatchState) -> pb.CachedBatch:
-    """The message for a batch that lives on. Counts beyond 32 bits are told as the largest that fits."""
+    """Returns the message for a batch that continues. Counts beyond 32 bits are clamped to the largest that fits."""
     return pb.CachedBatch(
         id=state.id,
         request_ids=state.request_ids,
@@ -164,7 +164,7 @@ def to_cached_batch(state: BatchState) -> pb.CachedBatch:
 
 
 def to_info(info: BackendInfo, has_chunked_prefill: bool) -> pb.InfoResponse:
-    """The message about the model server. `has_chunked_prefill`: whether to tell clients of what the backend can."""
+    """Returns the message about the model server. `has_chunked_prefill`: whether to report the backend's support."""
     return pb.InfoResponse(
         requires_padding=info.requires_padding,
         dtype=str(info.dtype),
@@ -187,7 +187,7 @@ def to_limits(request: pb.WarmupRequest) -> WarmupLimits:
 
 
 def to_warmup_response(request: pb.WarmupRequest, capacity: Capacity, requires_padding: bool) -> pb.WarmupResponse:
-    """Limits that the client gave are repeated to it, as it insists; it gets to know those that it left open."""
+    """Returns the response to a warm-up: the limits that the client set, unchanged, and those that it left open."""
     return pb.WarmupResponse(
         max_supported_total_tokens=None if requires_padding else min(capacity.max_cache_tokens, 2**32 - 1),
         max_input_tokens=request.max_input_tokens or capacity.max_input_tokens,

@@ -3,8 +3,8 @@
     python -m pagedkv.adapters.tgi.generate_code           write them
     python -m pagedkv.adapters.tgi.generate_code --check   compare, exit 1 where they differ
 
-Write with grpcio-tools 1.70: its code runs under protobuf 5.29 and every later release, while code written by a newer
-compiler refuses older runtimes. The check runs with any version, and so leaves out what compilers put differently.
+Write with grpcio-tools 1.70: its code runs under protobuf 5.29 and every later release, while code from a newer
+compiler refuses older runtimes. The check runs with any version: it ignores what differs between compiler versions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _VERSION_LINES = re.compile(
 def generate(folder: Path, proto: Path) -> dict[str, str]:
     """Compiles `proto` below `folder`, which should be empty. Returns text by file name.
 
-    The compiler sees the file under its package's path: that is where the generated imports come from, and it keeps
-    the name in protobuf's process-wide table apart from other projects' `generate.proto`.
+    The compiler gets the file under its package's path. The generated imports depend on that path, and it keeps the
+    name in protobuf's process-wide table different from other projects' `generate.proto`.
     """
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
@@ -45,13 +45,13 @@ def generate(folder: Path, proto: Path) -> dict[str, str]:
 
 
 def normalize(code: str) -> str:
-    """Generated code without what depends on the compiler's version alone: numbers, and spellings of the same type."""
+    """Removes from generated code what depends only on the compiler's version: numbers, spellings of the same type."""
     code = _VERSION_LINES.sub("", code)
     return code.replace("_Optional[bool]", "bool").replace("(object):", ":").replace("+ f' but", "+ ' but")
 
 
 def find_differences(folder: Path, package: Path) -> list[str]:
-    """Names of the committed files in `package` that `generate.proto` would not generate. `folder` should be empty."""
+    """Names of committed files in `package` that differ from what `generate.proto` gives. `folder` should be empty."""
     generated = generate(folder, package / PROTO)
     return [
         name

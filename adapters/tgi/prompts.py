@@ -1,4 +1,4 @@
-"""Prompt text to token ids, and single ids to text."""
+"""Tokenizes prompts, and decodes single token ids."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MAX_CACHED_TEXTS = 2**16
 
 
 def max_prompt_bytes(max_position_tokens: int) -> int:
-    """The longest prompt text, in bytes of UTF-8, that is tokenized at all.
+    """The longest prompt text that is tokenized, in bytes of UTF-8.
 
-    Truncation comes after tokenizing, so that a client that asks for the last few tokens of a huge text would otherwise
-    buy minutes of work. 64 bytes a position is many times what tokens of any language take.
+    Truncation comes after tokenizing, so without this limit a client that asks for the last few tokens of a huge text
+    would cause minutes of work. 64 bytes a position is many times what tokens of any language take.
     """
     return max(_MIN_PROMPT_BYTES_LIMIT, _BYTES_PER_POSITION * max_position_tokens)
 
 
 class PromptEncoder:
-    """Tokenizes prompts as clients ask for it.
+    """Tokenizes prompts with the truncation and special tokens that clients ask for.
 
     Args:
         tokenizer: of the model.
@@ -36,8 +36,10 @@ class PromptEncoder:
         self._special_prefix = tokenizer.encode("", add_special_tokens=True)
 
     def encode(self, request_id: RequestId, text: str, truncate: int, add_special_tokens: bool) -> list[int]:
-        """Ids of the text's last tokens, at most `truncate`. Special tokens at the beginning outlive truncation where
-        there is room for more than them: a model that was trained with a first token is lost without it.
+        """Returns the ids of the text's last tokens, at most `truncate`.
+
+        Special tokens at the beginning are kept if `truncate` leaves room for more than them: a model that was trained
+        with a first token gives poor output without it.
 
         Raises:
             RequestError: the text is too long to be tokenized, or `truncate` is 0.
@@ -62,7 +64,7 @@ class PromptEncoder:
 
 
 class TokenTexts:
-    """Texts of single tokens, each decoded alone, and which of them are special."""
+    """Decodes single tokens, each on its own, and knows which of them are special."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.special_ids = frozenset(tokenizer.all_special_ids)

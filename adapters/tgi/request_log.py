@@ -1,4 +1,4 @@
-"""The log's one line for each ended request."""
+"""Logs one line for each ended request."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DIGITS = 4
 
 
 class RequestLog:
-    """A `RequestObserver` that logs. A handler that writes JSON finds the fields in the record's `fields`."""
+    """A `RequestObserver` that logs. The fields are also in the log record's `fields`, for handlers that write JSON."""
 
     def on_first_token(self, queue_s: float | None, ttft_s: float) -> None:
-        """The line comes at the end, with these times in it."""
+        """Logs nothing: the line of the request's end has these times."""
 
     def on_end(self, end: RequestEnd) -> None:
         fields = describe(end)
@@ -26,11 +26,11 @@ class RequestLog:
         logger.log(level, "request ended: %s", to_text(fields), extra={"fields": fields})
 
     def on_refusal(self, reason: Refusal, num_requests: int) -> None:
-        """The client is told, in a status; a log full of other people's mistakes helps nobody."""
+        """Logs nothing: the client gets the reason in the status of its call."""
 
 
 def describe(end: RequestEnd) -> dict[str, Any]:
-    """The fields of the line; times in seconds, None where there was no token."""
+    """The fields of the log line. Times are in seconds; None if there was no token."""
     fields: dict[str, Any] = {
         "request_id": end.request_id,
         "reason": end.outcome.value,
@@ -49,7 +49,7 @@ def describe(end: RequestEnd) -> dict[str, Any]:
 
 
 def to_text(fields: dict[str, Any]) -> str:
-    """As "name=value name=value". A text is quoted, so that what a client sends can't look like a line or a field.
+    """Formats fields as "name=value name=value". Texts are quoted, so that a client can't forge a line or a field.
 
     >>> to_text({"request_id": 7, "reason": "length", "ttft_s": None, "prompt": "two\\nlines"})
     'request_id=7 reason=length ttft_s=- prompt="two\\\\nlines"'

@@ -1,4 +1,4 @@
-"""How a call reaches the service: bytes are parsed here and every error becomes a status."""
+"""Handlers between gRPC and the service: parse the bytes of a call and turn every error into a status."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Method: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
 
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Of W3C Trace Context, as routers send them with a call."""
+"""Headers of W3C Trace Context, which routers send with a call."""
 
 
 def read_trace_context(context: Context) -> dict[str, str]:
-    """Where the trace of a call goes on from; empty where the client sends none."""
+    """Returns the trace context that a client sent with a call; empty if it sent none."""
     return {key: str(value) for key, value in context.invocation_metadata() or () if key in TRACE_HEADERS}
 
 
 def service_handler(service: object) -> grpc.GenericRpcHandler:
-    """Handlers of all methods of `TextGenerationService`, which `service` has in snake_case.
+    """Returns handlers for all methods of `TextGenerationService`; `service` has them in snake_case.
 
-    Generated code would let gRPC parse the bytes, and gRPC answers those that are no message with INTERNAL.
+    With the generated code gRPC parses the bytes, and answers bytes that are no message with INTERNAL.
     """
     methods = {
         method.name: grpc.unary_unary_rpc_method_handler(

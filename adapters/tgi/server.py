@@ -41,7 +41,7 @@ class GenerationServer:
             await until_told_to_stop
             await server.drain(config.server.drain_timeout_s)
 
-    The backend belongs to the server until `stop` has returned; whoever made it closes it then.
+    Only the server may call the backend until `stop` has returned. The caller closes the backend after that.
 
     Args:
         backend: loaded; a client's Warmup, or `warm_up`, makes it healthy.
@@ -69,7 +69,7 @@ class GenerationServer:
         self._config = config
         self._socket_path = shard_path(config.uds_path, rank) if config.uds_path else ""
         self.tcp_address = ""
-        """HOST:PORT once the server listens on TCP, with the port that was found for port 0."""
+        """HOST:PORT once the server listens on TCP; with the real port if the config says port 0."""
         self.service = GenerationService(
             backend,
             tokenizer,
@@ -79,7 +79,7 @@ class GenerationServer:
             cache_salt_metadata_key=config.cache_salt_metadata_key,
             rank=rank,
             num_shards=num_shards,
-            # The clocks of several shards never agree to the step, and these must end the same batches.
+            # All shards must end the same batches at the same step, and their clocks differ.
             abandoned_batch_timeout_s=config.abandoned_batch_timeout_s if num_shards == 1 else math.inf,
             has_prompts_in_log=config.log_prompts,
             observers=observers,
@@ -90,15 +90,15 @@ class GenerationServer:
 
     @property
     def targets(self) -> list[str]:
-        """What a gRPC client connects to."""
+        """Addresses that a gRPC client can connect to."""
         addresses = [f"unix:{os.path.abspath(self._socket_path)}"] if self._socket_path else []
         return addresses + ([self.tcp_address] if self.tcp_address else [])
 
     async def start(self) -> None:
-        """Binds the sockets and answers from then on; work is refused until the warm-up.
+        """Binds the sockets and starts to answer calls. New requests are refused until the warm-up.
 
         Raises:
-            ConfigError: an address can't be bound; the text says why.
+            ConfigError: an address can't be bound; the message says why.
         """
         max_bytes = int(self._config.max_message_bytes)
         server = grpc.aio.server(
@@ -119,14 +119,14 @@ class GenerationServer:
         self._watcher = asyncio.create_task(self._watch())
 
     async def warm_up(self, limits: WarmupLimits) -> Capacity:
-        """As `GenerationService.warm_up`, for a server without a router, which would send a Warmup."""
+        """Calls `GenerationService.warm_up`, for a server without a router to send a Warmup."""
         return await self.service.warm_up(limits)
 
     async def drain(self, timeout_s: float) -> bool:
         """Fails Health and refuses new requests, and waits until the running ones have ended.
 
         Returns:
-            Whether they have, within `timeout_s`. Those that have not are ended by `stop`.
+            Whether all of them ended within `timeout_s`. `stop` ends the others.
         """
         self.service.begin_drain()
         await self._publish_health()
@@ -136,7 +136,7 @@ class GenerationServer:
         return self.service.num_requests == 0
 
     async def stop(self) -> None:
-        """Ends what still runs and closes the sockets; ready answers still leave. A second call does nothing."""
+        """Ends running requests and closes the sockets. Sends finished responses. A second call does nothing."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._server is not None:
@@ -173,7 +173,7 @@ class GenerationServer:
             await self._publish_health()
 
     async def _publish_health(self) -> None:
-        """The standard health service holds a status, so what Health finds is written there every so often."""
+        """Copies the result of Health into the standard health service, at regular intervals."""
         is_serving = self.service.find_health_fault() is None
         kinds = health_pb2.HealthCheckResponse
         status = kinds.SERVING if is_serving else kinds.NOT_SERVING

@@ -1,4 +1,4 @@
-"""The eight methods of `generate.v3.TextGenerationService`."""
+"""Implements the eight methods of `generate.v3.TextGenerationService`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from pagedkv.plugin.text import OutputText
 logger = logging.getLogger(__name__)
 
 CACHED_TOKENS_METADATA = "pagedkv-cached-tokens"
-"""Key of the trailing metadata of a Prefill or Decode, once for each request with its first token in the answer:
-"REQUEST_ID=NUM_TOKENS", the prompt tokens that were found in the prefix cache. Left out where there would be more
-entries than MAX_METADATA_ENTRIES: peers refuse headers above some kilobytes."""
+"""Key of trailing metadata of a Prefill or Decode, "REQUEST_ID=NUM_TOKENS": prompt tokens found in the prefix cache.
+
+One entry for each request whose first token is in the response; no entries if there would be more than
+MAX_METADATA_ENTRIES, because peers refuse headers above some kilobytes."""
 
 MAX_METADATA_ENTRIES = 16
 
@@ -51,22 +52,22 @@ _Answer = TypeVar("_Answer", pb.PrefillResponse, pb.DecodeResponse)
 
 
 class GenerationService:
-    """Serves one backend. Every method runs on one event loop; steps run on a thread of their own.
+    """Serves one backend. Every method runs on one event loop; steps run on a separate thread.
 
-    The backend belongs to the service until `close` has returned, and to the caller again after that.
+    Only the service may call the backend until `close` has returned; after that the caller may.
 
     Args:
-        backend: not closed; warmed up by `warm_up` or by a client's Warmup.
+        backend: an open backend. `warm_up` or a client's Warmup warms it up.
         tokenizer: of the backend's model.
-        urls: what ServiceDiscovery answers.
-        has_chunked_prefill: whether to tell clients that new and running requests may share a step.
+        urls: the response of ServiceDiscovery.
+        has_chunked_prefill: whether to report to clients that new and running requests may share a step.
         stuck_step_timeout_s: Health fails while one step has been running for longer.
         rank, num_shards: this server's place among the shards of one model.
-        abandoned_batch_timeout_s: a batch that no call has named for so long is ended. A client that dies between two
-            calls leaves no other trace; a router names its batches all the time.
-        cache_salt_metadata_key: where the metadata of a Prefill says what separates its prompts in the cache.
-        has_prompts_in_log: whether the log's line of an ended request holds its prompt.
-        observers: told of requests and steps, besides the log.
+        abandoned_batch_timeout_s: a batch that no call has named for this long is ended. This finds clients that died
+            between two calls; a live router names its batches in every call.
+        cache_salt_metadata_key: the metadata key of a Prefill that holds the cache salt of its prompts; "" for none.
+        has_prompts_in_log: whether the log line of an ended request includes its prompt.
+        observers: called for requests and steps, in addition to the log.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class GenerationService:
         self._num_arriving = 0
         self._has_unchecked_steps = False
         self._failed_prefill: tuple[int, int] | None = None
-        """Ids of the new and the running batch of a Prefill that failed, until the next step is asked for."""
+        """Ids of the new and the running batch of a Prefill that failed; None again once the next step is requested."""
 
     @property
     def num_requests(self) -> int:
-        """Live requests, and those that are on their way to become it."""
+        """Live requests, and requests that are being tokenized or added."""
         return self._runner.num_requests + self._num_arriving
 
     def step_running_s(self) -> float:
-        """Seconds for which the step that runs now has been running; 0 between steps and before the warm-up."""
+        """How long the current step has been running, in seconds; 0 between steps and before the warm-up."""
         return self._loop.busy_s() if self._runner.is_warm else 0.0
 
     def find_health_fault(self) -> str | None:
-        """Why no work should be sent here; None while all is well. Waits for nothing."""
+        """Returns why no requests should be sent here, or None if the service is healthy. Never blocks."""
         if self._is_draining:
             return "the server is draining: running requests finish, new ones are refused"
         if not self._runner.is_warm:
@@ -130,22 +131,22 @@ class GenerationService:
         return None
 
     async def warm_up(self, limits: WarmupLimits) -> Capacity:
-        """Sizes the cache for the largest work; from then on the service is healthy.
+        """Sizes the cache for the largest step that the limits allow. After this the service is healthy.
 
         Raises:
             RequestError: requests are live.
-            CapacityError: the memory does not hold one request of the limits.
+            CapacityError: one request of these limits does not fit into memory.
         """
         capacity = await self._loop.run(functools.partial(self._runner.warm_up, limits))
         _log_capacity(self._info, capacity)
         return capacity
 
     def begin_drain(self) -> None:
-        """From now on Health fails and new requests are refused; running ones go on."""
+        """Makes Health fail and refuses new requests from now on. Running requests continue."""
         self._is_draining = True
 
     async def check_when_idle(self) -> None:
-        """Recomputes the backend's bookkeeping if it is idle and has run since the last time; a fault fails Health."""
+        """Runs the backend's integrity check if it is idle and has run since the last check. A fault fails Health."""
         if not self._has_unchecked_steps or self.num_requests or self._loop.busy_s():
             return
         self._has_unchecked_steps = False
@@ -156,12 +157,12 @@ class GenerationService:
             self._integrity_fault = error
 
     async def end_abandoned(self) -> None:
-        """Ends batches whose client seems to be dead."""
+        """Ends batches that no call has named for `abandoned_batch_timeout_s`."""
         if not self._loop.busy_s() and self._runner.find_abandoned(self._abandoned_batch_timeout_s):
             await self._loop.run(functools.partial(self._runner.end_abandoned, self._abandoned_batch_timeout_s))
 
     async def close(self) -> None:
-        """Ends every request and the threads. The backend stays open. A second call does nothing."""
+        """Ends every request and stops the threads. The backend stays open. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -184,15 +185,15 @@ class GenerationService:
         return pb.HealthResponse()
 
     async def warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
-        """The batch that a router sends along is not run: the backend makes the largest step of the limits itself,
-        with prompt log-probabilities and top tokens, whatever that batch holds."""
+        """Warms the backend up. The request's batch is not run: the backend builds the largest step of the limits
+        itself, with prompt log-probabilities and top tokens."""
         capacity = await self.warm_up(to_limits(request))
         return to_warmup_response(request, capacity, self._info.requires_padding)
 
     async def clear_cache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         batch_ids = [request.id] if request.HasField("id") else None
         if batch_ids and self._failed_prefill and self._failed_prefill[0] == request.id:
-            # A router that gives up on a Prefill has dropped the running batch too, but clears the new one alone.
+            # After a failed Prefill a router drops the running batch too, but sends ClearCache for the new one only.
             batch_ids.append(self._failed_prefill[1])
         await self._loop.run(functools.partial(self._runner.clear, batch_ids))
         return pb.ClearCacheResponse()
@@ -261,8 +262,10 @@ class GenerationService:
         return await self._run_step(step, named)
 
     async def _run_step(self, step: Callable[[], T], batch_ids: Sequence[int]) -> T:
-        """Runs a step for a client. One that goes away meanwhile has lost tokens and can't go on, so its batches end
-        behind the step, which may be running and is not disturbed. `batch_ids` is read then."""
+        """Runs a step for a client. If the client cancels meanwhile, its batches end after the step.
+
+        Such a client has lost tokens and can't continue. The step itself is not interrupted. `batch_ids` is read when
+        the call is cancelled, so it may change until then."""
         self._has_unchecked_steps = True
         try:
             return await self._loop.run(step)
@@ -271,7 +274,7 @@ class GenerationService:
             raise
 
     def _read_namespace(self, context: Context) -> CacheNamespace:
-        """What separates a call's prompts from others in the cache. Raises RequestError where it is not clear."""
+        """Returns the cache namespace of a call's prompts. Raises RequestError if its metadata is ambiguous."""
         if not self._cache_salt_metadata_key:
             return SHARED_NAMESPACE
         salts = [value for key, value in context.invocation_metadata() or () if key == self._cache_salt_metadata_key]

@@ -14,15 +14,15 @@ _MAX_UNIX_PATH_BYTES = 107
 
 
 def shard_path(uds_path: str, rank: int) -> str:
-    """The socket of one shard, as routers expect it."""
+    """The socket path of one shard, PATH-RANK, as routers expect it."""
     return f"{uds_path}-{rank}"
 
 
 def claim_socket_path(path: str) -> None:
-    """Makes sure that a server can bind `path`: removes the socket that a dead server left there.
+    """Makes sure that a server can bind `path`. Removes a socket that a dead server left there.
 
     Raises:
-        ConfigError: a live server listens there, it is no socket, its folder is missing, or the path is too long.
+        ConfigError: a live server listens there, the path is not a socket, its folder is missing, or it is too long.
     """
     if len(os.fsencode(path)) > _MAX_UNIX_PATH_BYTES:
         raise ConfigError(f"the socket's path {path} is longer than {_MAX_UNIX_PATH_BYTES} bytes; choose a shorter one")
@@ -52,7 +52,7 @@ def _has_listener(path: str) -> bool:
 
 @contextmanager
 def owner_only_files() -> Iterator[None]:
-    """Files made within are open to this process's user alone. Holds for the whole process meanwhile."""
+    """Sets the umask so that new files are accessible to this process's user only. Applies to the whole process."""
     previous = os.umask(0o177)
     try:
         yield

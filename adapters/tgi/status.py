@@ -1,4 +1,4 @@
-"""Errors and gRPC status codes, both ways, in one table."""
+"""Maps errors to gRPC status codes and back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     StepError: grpc.StatusCode.INTERNAL,
 }
-"""A subclass that is not named has the code of its nearest base: CapacityError and DuplicateRequestError are
-RequestErrors. What is neither is a fault of the server: INTERNAL."""
+"""A subclass that is not listed has the code of its nearest base: CapacityError and DuplicateRequestError are
+RequestErrors. Any other exception is a fault of the server: INTERNAL."""
 
 REFUSALS: dict[type[PagedKVError], Refusal] = {
     CapacityError: Refusal.TOO_LONG,
@@ -36,16 +36,17 @@ REFUSALS: dict[type[PagedKVError], Refusal] = {
     NotFoundError: Refusal.UNKNOWN_BATCH,
     UnavailableError: Refusal.NOT_READY,
 }
-"""What new requests are refused with, and what that counts as. Any other error ends requests that were taken."""
+"""The errors with which new requests are refused, and the refusal reason that each counts as. Any other error ends
+requests that were already accepted."""
 
-_MAX_DETAILS = 500  # It is sent in a header, where a character may take 12 bytes and peers refuse more than 8 KiB.
+_MAX_DETAILS = 500  # Details go into a header, where a character may take 12 bytes; peers refuse more than 8 KiB.
 
 
 def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """The status that an exception is answered with.
+    """Returns the status code and details for an exception.
 
-    An error raised on purpose speaks for itself. Any other is logged with its traceback under an id, and only the id
-    is sent, so that a client can be helped and learns nothing about the server's inside.
+    An error of STATUS_CODES is sent with its message. Any other is logged with its traceback under an id, and only the
+    id is sent: an operator can find the traceback, and the client learns nothing about the server's internals.
     """
     for base in type(error).__mro__:
         if base in STATUS_CODES:
@@ -56,12 +57,12 @@ def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:
 
 
 def find_refusal(error: Exception) -> Refusal | None:
-    """What an error of a Prefill counts as; None where its requests had been taken."""
+    """The refusal reason that an error of a Prefill counts as; None if its requests had been accepted."""
     return next((REFUSALS[base] for base in type(error).__mro__ if base in REFUSALS), None)
 
 
 def read_error(code: grpc.StatusCode, details: str) -> PagedKVError:
-    """The exception that a client raises for a status."""
+    """Returns the exception that a client raises for a status."""
     kinds: dict[grpc.StatusCode, type[PagedKVError]] = {
         grpc.StatusCode.INVALID_ARGUMENT: RequestError,
         grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,

@@ -1,4 +1,4 @@
-"""The one thread on which a backend's calls run, so that the event loop never waits for a step."""
+"""Runs all calls of a backend on one thread, so that no step blocks the event loop."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ T = TypeVar("T")
 
 
 class StepLoop:
-    """Runs jobs one after the other, in the order they were given."""
+    """Runs jobs on one thread, one after the other, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedkv-step")
         self._job_started_s: float | None = None
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Runs a job and returns what it returns or raises.
+        """Runs a job; returns its result or raises its error.
 
-        A cancelled caller takes a job that has not begun out of the queue; one that has begun runs to its end.
+        If the caller is cancelled, a job that has not started is removed from the queue; one that has started runs to
+        its end.
         """
         return await asyncio.wrap_future(self._executor.submit(self._timed, job))
 
     def post(self, job: Callable[[], object]) -> None:
-        """Queues a job that nobody waits for; its error is logged."""
+        """Queues a job without waiting for it. Its error is logged."""
         self._executor.submit(self._timed, job).add_done_callback(
             lambda future: None if (error := future.exception()) is None else _log_failure(error)
         )
 
     def busy_s(self) -> float:
-        """Seconds that the present job has been running; 0 between jobs. May be called from any thread."""
+        """How long the current job has been running, in seconds; 0 between jobs. May be called from any thread."""
         started_s = self._job_started_s
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     def close(self) -> None:
-        """Waits for the jobs that were given; afterwards `run` and `post` raise RuntimeError."""
+        """Waits for all queued jobs. Afterwards `run` and `post` raise RuntimeError."""
         self._executor.shutdown(wait=True)
 
     def _timed(self, job: Callable[[], T]) -> T:

@@ -14,14 +14,14 @@ from pagedkv.plugin.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a client recognizes a server, and makes itself known where the server asks for it.
+    """Certificates with which a client verifies a server and, if the server asks for it, authenticates itself.
 
     Raises:
         ConfigError: a certificate without its key, or a key without its certificate.
     """
 
     ca: Path | None = None
-    """Who signs the server's certificate; None takes the authorities that gRPC brings."""
+    """Authorities that sign the server's certificate; None uses the root certificates that come with gRPC."""
     cert: Path | None = None
     key: Path | None = None
 
@@ -31,7 +31,7 @@ class ClientTls:
 
 
 def read_client_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Raises ConfigError for a file that can't be read or is no PEM file of its kind."""
+    """Reads a client's PEM files. Raises ConfigError for a file that can't be read or is no PEM file of its kind."""
     if tls.cert is not None and tls.key is not None:
         _check_pair(tls.cert, tls.key)
     return grpc.ssl_channel_credentials(
@@ -42,7 +42,11 @@ def read_client_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 
 
 def read_server_credentials(config: ServerSection) -> grpc.ServerCredentials | None:
-    """None where TLS is off. Raises ConfigError for a file that can't be read or is no PEM file of its kind."""
+    """Reads a server's PEM files; None if TLS is off.
+
+    Raises:
+        ConfigError: a file can't be read or is no PEM file of its kind.
+    """
     if not config.tls_cert:
         return None
     cert, key = Path(config.tls_cert), Path(config.tls_key)
@@ -56,7 +60,7 @@ def read_server_credentials(config: ServerSection) -> grpc.ServerCredentials | N
 
 
 def _check_pair(cert: Path, key: Path) -> None:
-    """gRPC takes any bytes, and then drops every connection without a word."""
+    """Raises ConfigError for a bad pair. gRPC accepts any bytes, and then drops every connection without a message."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except (OSError, ValueError) as error:
