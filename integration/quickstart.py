@@ -1,4 +1,4 @@
-"""The quickstart's tour, in an environment that is installed: one question after another, from both KV caches."""
+"""The quickstart in an installed environment: asks two questions of a server with each KV cache and compares."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ QUESTIONS = ("When is the library open on Thursdays?", "How much does printing c
 
 MAX_NEW_TOKENS = 48
 CACHE_MEMORY = "512MiB"
-"""Enough for the tour; the default, half of the memory that is free, takes longer to set up than the tour itself."""
+"""Enough for two questions. The default, half of the free memory, takes longer to allocate than the questions take."""
 
 
-class _TourPrinter(TextPrinter):
-    """All to standard output, so that it stays in order in a file too."""
+class _StdoutPrinter(TextPrinter):
+    """Prints the summary to standard output too, so that the order is kept in a file."""
 
     def show_end(self, summary: StreamSummary, text: str) -> None:
         print(f"\n   [{summary.to_text()}]", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """What the two questions cost on one backend."""
+class BackendRun:
+    """The summaries of both answers of one backend."""
 
     backend: str
     first: StreamSummary
@@ -65,50 +65,50 @@ class Visit:
 
 
 def main() -> int:
-    """Runs the tour. Returns the exit code."""
+    """Runs the quickstart. Returns the exit code."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         print("1. The demo model, SmolLM2-135M-Instruct (made once, about a minute)", flush=True)
         model = ensure_demo_model()
         print(f"   {model}")
         with tempfile.TemporaryDirectory(prefix="pagedkv-") as folder:
-            visits = [_visit(number, backend, model, Path(folder)) for number, backend in enumerate(BACKENDS, 2)]
+            runs = [_run_backend(number, backend, model, Path(folder)) for number, backend in enumerate(BACKENDS, 2)]
     except PagedKVError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    print("\n" + compare(visits))
+    print("\n" + compare(runs))
     return 0
 
 
-def compare(visits: list[Visit]) -> str:
-    """The table at the end."""
+def compare(runs: list[BackendRun]) -> str:
+    """Returns the table that compares the backends."""
     lines = ["backend      first answer begins   second answer begins   of its prompt from the cache"]
     lines += [
-        f"{visit.backend:<12} {visit.first.ttft_s:>15.3f} s {visit.second.ttft_s:>20.3f} s "
-        f"{visit.second.num_cached_tokens or 0:>23} tokens"
-        for visit in visits
+        f"{run.backend:<12} {run.first.ttft_s:>15.3f} s {run.second.ttft_s:>20.3f} s "
+        f"{run.second.num_cached_tokens or 0:>23} tokens"
+        for run in runs
     ]
     return "\n".join(lines)
 
 
-def _visit(number: int, backend: str, model: Path, folder: Path) -> Visit:
+def _run_backend(number: int, backend: str, model: Path, folder: Path) -> BackendRun:
     config = folder / f"{backend}.toml"
     config.write_text(f'backend = "{backend}"\n\n[cache]\nmemory = "{CACHE_MEMORY}"\n', encoding="utf-8")
     print(f'\n{number}. A server whose config says: backend = "{backend}"', flush=True)
     arguments = [str(model), "--config", str(config), "--uds-path", str(folder / backend)]
     with child_server(arguments, folder / f"{backend}.log") as server:
         print(f"   ready on {server.target}, cache of {server.summary['max_cache_tokens']} tokens")
-        costs = [_ask(server, model, question) for question in QUESTIONS]
+        answers = [_ask(server, model, question) for question in QUESTIONS]
         _show_log(server)
-    return Visit(backend, *costs)
+    return BackendRun(backend, *answers)
 
 
 def _ask(server: ChildServer, model: Path, question: str) -> StreamSummary:
     print(f"\n   > {question}\n   ", end="", flush=True)
     prompt = render_chat(model, question, SYSTEM_PROMPT)
-    return asyncio.run(stream(server.target, prompt, SamplingParams(max_new_tokens=MAX_NEW_TOKENS), _TourPrinter()))
+    return asyncio.run(stream(server.target, prompt, SamplingParams(max_new_tokens=MAX_NEW_TOKENS), _StdoutPrinter()))
 
 
 def _show_log(server: ChildServer) -> None:
@@ -119,7 +119,7 @@ def _show_log(server: ChildServer) -> None:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that every `with` on the way out stops what it started.
+    # An exception runs every `with` on the way out, which stops what it started.
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""`pagedkv bench`: our backends beside each other and beside other engines."""
+"""`pagedkv bench`: compares our backends with each other and with other engines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 STDOUT = "-"
 _MIN_TABLE_WIDTH = 150
-"""Where the terminal is narrower, its own line breaks read better than cut words."""
+"""Least width of the printed table. In a narrower terminal lines wrap, which reads better than cut words."""
 
 
 class BenchCommand(typer.core.TyperCommand):
-    """Lets `--json` stand without a value, which Typer knows no transport for."""
+    """Allows `--json` without a value, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         followers = [*args[1:], "--"]
@@ -170,7 +170,7 @@ def _parse_pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
 
 
 def _require_places(files: Sequence[Path | None]) -> None:
-    """Before a long run, not after it: whether each file can be written."""
+    """Raises ConfigError if a file can't be written. Called before a long run, not after it."""
     for file in files:
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise ConfigError(f"{file} can't be written: it is a folder, or its folder is not there")

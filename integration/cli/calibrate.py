@@ -1,4 +1,4 @@
-"""`pagedkv calibrate`: static scales for 8-bit keys and values."""
+"""`pagedkv calibrate`: makes static scales for 8-bit keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagedkv config`: every key, its value here and what it means."""
+"""`pagedkv config`: lists every key with its value and meaning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(
 
 
 def markdown_table(keys: list[ConfigKey]) -> str:
-    """The keys as README shows them."""
+    """The keys as a Markdown table."""
     rows = [f"| `{key.path}` | `{_as_toml(key.default)}` | {key.description} |" for key in keys]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 

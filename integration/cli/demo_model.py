@@ -1,4 +1,4 @@
-"""`pagedkv demo-model`: a small real model, from a Python wheel."""
+"""`pagedkv demo-model`: makes a small real model from a Python wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagedkv eval-kv`: what each KV dtype costs in accuracy."""
+"""`pagedkv eval-kv`: measures what each KV dtype costs in accuracy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_settings
 
 _MIN_TABLE_WIDTH = 110
-"""Where the terminal is narrower, its own line breaks read better than cut words."""
+"""Least width of the printed table. In a narrower terminal lines wrap, which reads better than cut words."""
 
 
 def eval_kv(

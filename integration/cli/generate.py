@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagedkv.adapters.tgi.client import GeneratedToken
 
 TlsFiles: TypeAlias = "tuple[Path | None, Path | None, Path | None]"
-"""Authorities, certificate, key: as `ClientTls` takes them."""
+"""Files of authorities, certificate and key, as for `ClientTls`."""
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -90,10 +90,10 @@ def generate(
 
 
 def render_chat(model: Path, message: str, system: str | None = None) -> str:
-    """The prompt for one user message, by the chat template of the model in a directory.
+    """Renders the prompt of one user message with the chat template of the model in a directory.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: the directory has no model.
         RequestError: the model has no chat template.
     """
     from pagedkv.plugin.config import parse_config
@@ -108,15 +108,15 @@ def render_chat(model: Path, message: str, system: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StreamSummary:
-    """What one answer cost, as its client saw it."""
+    """Tokens and times of one answer, measured by its client."""
 
     num_generated_tokens: int
     num_cached_tokens: int | None
-    """Prompt tokens that the server found in its prefix cache, where it tells."""
+    """Prompt tokens that the server found in its prefix cache; None if it does not report them."""
     finish_reason: str
     ttft_s: float
     tpot_s: float | None
-    """None for an answer of one token."""
+    """Mean time per output token after the first, in seconds; None for an answer of one token."""
 
     def to_text(self) -> str:
         parts = [f"{self.num_generated_tokens} tokens ({self.finish_reason})", f"first after {self.ttft_s:.3f} s"]
@@ -128,7 +128,7 @@ class StreamSummary:
 
 
 class StreamPrinter(Protocol):
-    """Shows one answer."""
+    """Prints one answer as it arrives."""
 
     def show_token(self, token: GeneratedToken) -> None: ...
 
@@ -136,7 +136,7 @@ class StreamPrinter(Protocol):
 
 
 class TextPrinter:
-    """The answer to standard output as it comes, what it cost to standard error."""
+    """Prints the answer to standard output as it arrives, and its summary to standard error."""
 
     def show_token(self, token: GeneratedToken) -> None:
         if not token.is_special:
@@ -148,7 +148,7 @@ class TextPrinter:
 
 
 class JsonPrinter:
-    """One JSON object a line: a token each, then the end."""
+    """Prints one JSON object a line: one for each token, then one for the end."""
 
     def show_token(self, token: GeneratedToken) -> None:
         self._print(
@@ -183,7 +183,7 @@ async def _generate(
 async def stream(
     target: str, prompt: str, params: SamplingParams, printer: StreamPrinter, tls_files: TlsFiles | None = None
 ) -> StreamSummary:
-    """Streams one answer into a printer and says what it cost.
+    """Streams one answer into a printer and returns its summary.
 
     Raises:
         PagedKVError: as `GenerationClient` does.

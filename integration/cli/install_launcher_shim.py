@@ -1,4 +1,4 @@
-"""`pagedkv install-launcher-shim`: the command that text-generation-inference's launcher starts, in its own folder."""
+"""`pagedkv install-launcher-shim`: writes a `text-generation-server` for text-generation-inference's launcher."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pagedkv.plugin.errors import ConfigError
 SHIM_NAME = "text-generation-server"
 _MARK = "# made by pagedkv install-launcher-shim"
 
-# A shell finds the interpreter, because a #! line can't hold a path with spaces, nor one of more than some 120 bytes.
-# To the shell the two lines below are one exec, to Python a string.
+# A shell starts the interpreter, because a #! line can't hold a path with spaces, or one longer than about 120 bytes.
+# To the shell the two lines below are one exec, to Python they are a string.
 _SHIM = """#!/bin/sh
 '''exec' '{python}' "$0" "$@"
 ' '''
@@ -36,7 +36,7 @@ def install_launcher_shim(
 
 
 def write_shim(directory: Path, python: str) -> Path:
-    """Writes the command for an interpreter. Raises ConfigError rather than replace a command that is not ours."""
+    """Writes the command for an interpreter. Raises ConfigError if another program's command is in its place."""
     path = directory / SHIM_NAME
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(f"{path} is another program's; choose a directory of its own for the shim")

@@ -1,4 +1,4 @@
-"""The command `pagedkv`: one module a command. Heavy libraries are imported inside the commands that need them."""
+"""The command `pagedkv`. Each subcommand has its own module and imports heavy libraries only when it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app.command(cls=BenchCommand)(bench)
 
 
 def run() -> None:
-    """Runs the command line. A fault that has a name is one paragraph on standard error, never a traceback."""
+    """Runs the command line. Prints a PagedKVError as one paragraph on standard error, without a traceback."""
     try:
         app()
     except PagedKVError as error:

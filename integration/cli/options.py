@@ -20,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
-    """KEY=VALUE pairs as overrides for `load_config`. Raises ConfigError."""
+    """Parses KEY=VALUE pairs into overrides for `load_config`. Raises ConfigError."""
     pairs = [setting.partition("=") for setting in settings or ()]
     for key, separator, _ in pairs:
         if not key or not separator:

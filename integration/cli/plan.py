@@ -1,4 +1,4 @@
-"""`pagedkv plan`: how many conversations fit, from a model's configuration alone."""
+"""`pagedkv plan`: computes from a model's config.json how many requests fit into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXIT_DIFFERS = 1
 
 _MIN_TABLE_WIDTH = 110
-"""Where the terminal is narrower, its own line breaks read better than cut words."""
+"""Least width of the printed table. In a narrower terminal lines wrap, which reads better than cut words."""
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""`pagedkv plugins`: what is installed, and whether it works here."""
+"""`pagedkv plugins`: lists installed plugins, and whether each works on this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PluginStatus:
-    """One entry point, tried."""
+    """One entry point and the result of loading it."""
 
     group: str
     name: str
     distribution: str
     loads: bool
     problem: str
-    """Why it does not load, or why it can't serve on this machine; empty when all is well."""
+    """Why it does not load or does not work on this machine; empty if it works."""
 
 
 def plugins(as_json: AsJson = False) -> None:
@@ -35,7 +35,7 @@ def plugins(as_json: AsJson = False) -> None:
 
 
 def list_plugins() -> list[PluginStatus]:
-    """Loads every plugin, by group and name."""
+    """Loads every plugin. Sorted by group and name."""
     from pagedkv.plugin.registry import GROUPS, list_entry_points
 
     return [_try_plugin(group, point) for group in GROUPS for point in list_entry_points(group)]
@@ -55,7 +55,7 @@ def _try_plugin(group: Group[Any], point: EntryPoint) -> PluginStatus:
 
 
 def _why_not_here(kernels: Any) -> str:
-    """Why attention kernels can't serve a common layer on this machine's device; empty when they can."""
+    """Why attention kernels can't run a common layer on this machine's device; empty if they can."""
     import torch
 
     from pagedkv.plugin.errors import PagedKVError

@@ -1,4 +1,4 @@
-"""`pagedkv serve`: a model behind gRPC."""
+"""`pagedkv serve`: serves a model over gRPC."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from pagedkv.plugin.config import Config
 
 DEFAULT_ADDRESS = "127.0.0.1:8033"
-"""Where a server without an address listens, and where a client without a target looks."""
+"""Address of a server without a configured one, and default target of a client."""
 
 DEFAULT_METRICS_ADDRESS = "127.0.0.1:9464"
-"""The port that OpenTelemetry gives to Prometheus exporters."""
+"""Default address of metrics; OpenTelemetry assigns this port to Prometheus exporters."""
 
 
 def serve(

@@ -23,24 +23,24 @@ _LOG_TAIL_CHARS = 2000
 
 
 def command_path() -> str:
-    """The console script `pagedkv` of this environment."""
+    """Path of the console script `pagedkv` of this environment."""
     return str(Path(sysconfig.get_path("scripts"), "pagedkv"))
 
 
 @dataclass(frozen=True, slots=True)
 class ChildServer:
-    """A server that takes work."""
+    """A server process that is ready for requests."""
 
     process: subprocess.Popen[bytes]
     target: str
-    """What a gRPC client connects to."""
+    """Address that a gRPC client can connect to."""
     summary: Mapping[str, Any]
     """The fields of `ServerSummary`."""
     log: Path
-    """What it writes to standard error."""
+    """File with the server's standard error."""
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> int:
-        """Asks for a drain and waits for the end; what does not end in time is killed. Returns the exit code."""
+        """Asks the server to drain and waits for its end; kills it after the timeout. Returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -54,16 +54,16 @@ class ChildServer:
 def child_server(
     arguments: Sequence[str], log: Path, *, environ: Mapping[str, str] | None = None, ready_timeout_s: float = 300.0
 ) -> Iterator[ChildServer]:
-    """A server for the time of a `with`.
+    """Context manager that runs a server.
 
     Args:
         arguments: of `pagedkv serve`.
         log: file for its standard error.
-        environ: variables beside the ones of this process.
+        environ: variables in addition to those of this process.
         ready_timeout_s: how long loading and warm-up may take.
 
     Raises:
-        UnavailableError: it ended, or was not ready in time; the text ends with its last log lines.
+        UnavailableError: the server ended, or was not ready in time; the message ends with its last log lines.
     """
     with log.open("wb") as errors:
         process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
@@ -71,7 +71,7 @@ def child_server(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            # Several of them on one machine must not fight for the metrics' port.
+            # Several servers on one machine must not use the same port for metrics.
             env={"PAGEDKV_METRICS_LISTEN": "127.0.0.1:0", **os.environ, **(environ or {})},
         )
     try:

@@ -1,8 +1,8 @@
-"""`text-generation-server`, as text-generation-inference's launcher starts it, with our server inside.
+"""The command `text-generation-server`, which text-generation-inference's launcher starts, for our server.
 
-The launcher's flags and variables become keys of the config. What can't be honoured is refused, never passed over.
-Where several set one key, the launcher's flag goes before PAGEDKV_* variables, these before the launcher's variables,
-and these before the file that PAGEDKV_CONFIG names.
+The launcher's flags and variables become keys of the config. A flag or variable that is not supported is refused, never
+ignored. If several set one key, the launcher's flag wins, then PAGEDKV_* variables, then the launcher's variables,
+then the file that PAGEDKV_CONFIG names.
 
 `pagedkv install-launcher-shim DIR` puts a command of this name into a folder for the launcher's PATH.
 """
@@ -33,7 +33,7 @@ LAUNCHER_VARIABLES = {
     "MAX_TOTAL_TOKENS": "PAGEDKV_LIMITS_MAX_TOTAL_TOKENS",
     "MAX_BATCH_SIZE": "PAGEDKV_SCHEDULER_MAX_NUM_SEQUENCES",
 }
-"""Variables of the launcher that set a key of ours. CUDA_GRAPHS is one more, which `load_config` reads itself."""
+"""Variables of the launcher that set a key of our config. CUDA_GRAPHS is another one; `load_config` reads it."""
 
 REFUSED_VARIABLES = {
     "LORA_ADAPTERS": "adapters can't be loaded yet; serve a checkpoint with the adapter merged into it",
@@ -43,10 +43,10 @@ REFUSED_VARIABLES = {
 }
 
 FIXED_VARIABLES = {"WATERMARK_GAMMA": 0.5, "WATERMARK_DELTA": 2.0}
-"""Variables of the launcher whose value can't be changed here."""
+"""Variables of the launcher for which only this value is supported."""
 
 _UNSET_MEMORY_FRACTION = 1.0
-"""The launcher always passes CUDA_MEMORY_FRACTION; this is what it passes when nobody set it."""
+"""CUDA_MEMORY_FRACTION as the launcher passes it if the user did not set it."""
 
 app = typer.Typer(
     help="The model server of text-generation-inference's launcher, with pagedkv inside.",
@@ -57,7 +57,7 @@ app = typer.Typer(
 
 
 class LogLevel(str, Enum):
-    """The launcher's names for levels."""
+    """The launcher's names of log levels."""
 
     TRACE = "TRACE"
     DEBUG = "DEBUG"
@@ -69,12 +69,12 @@ class LogLevel(str, Enum):
 
 
 _PYTHON_LEVELS = {LogLevel.TRACE: "DEBUG", LogLevel.SUCCESS: "INFO"}
-"""Levels that Python's logging does not have."""
+"""The nearest Python levels of those that Python's logging does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """What the launcher asks for on the command line. None and "" are what it left out."""
+    """The launcher's command-line flags. None or "" is a flag that it left out."""
 
     model_id: str
     uds_path: str
@@ -90,7 +90,7 @@ class ServeFlags:
     max_input_tokens: int | None = None
 
     def refused(self) -> list[str]:
-        """What can't be honoured, and what to do instead; a line each."""
+        """Lists the flags that are not supported, each with what to do instead."""
         reasons = []
         if self.quantize is not None:
             reasons.append(
@@ -102,7 +102,7 @@ class ServeFlags:
         return reasons
 
     def overrides(self) -> dict[str, Any]:
-        """The config's keys that they set."""
+        """Returns the config keys that the flags set."""
         keys = {
             "model.path": self.model_id,
             "server.uds_path": self.uds_path,
@@ -118,10 +118,10 @@ class ServeFlags:
 
 
 def configure(flags: ServeFlags, environ: Mapping[str, str]) -> Config:
-    """The config of a server that the launcher starts.
+    """Makes the config of a server that the launcher starts.
 
     Raises:
-        ConfigError: a flag or a variable that can't be honoured (all are listed), or that is wrong.
+        ConfigError: a flag or a variable is not supported (the message lists all of them), or has a bad value.
     """
     refused = flags.refused() + _refused_variables(environ)
     if refused:
@@ -160,7 +160,7 @@ def _read_number(name: str, value: str) -> float:
 
 
 def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
-    """This process's rank and the number of shards, from RANK and WORLD_SIZE. Raises ConfigError."""
+    """Reads this process's rank and the number of shards from RANK and WORLD_SIZE. Raises ConfigError."""
     try:
         rank, num_shards = int(environ.get("RANK") or 0), int(environ.get("WORLD_SIZE") or 1)
     except ValueError:
@@ -175,7 +175,7 @@ def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
 
 
 def set_up_logging(level: LogLevel, as_json: bool) -> None:
-    """To standard output, which the launcher reads."""
+    """Logs to standard output, which the launcher reads."""
     from pagedkv.integration.serve import logs
 
     logs.set_up_logging(_PYTHON_LEVELS.get(level, level.value), as_json=as_json, stream=sys.stdout)
@@ -251,7 +251,7 @@ def download_weights(
 
 
 def run() -> None:
-    """Runs the command. A fault that has a name is one paragraph on standard error, which the launcher prints."""
+    """Runs the command. Prints a PagedKVError as one paragraph on standard error, which the launcher shows."""
     try:
         app(prog_name="text-generation-server")
     except PagedKVError as error:

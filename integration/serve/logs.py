@@ -1,4 +1,4 @@
-"""Where log lines go and what they look like: text, or one JSON object a line."""
+"""Sets up logging: as text, or as one JSON object a line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, TextIO
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON, in the form that text-generation-inference's launcher reads.
+    """Formats a record as one line of JSON, in the form that text-generation-inference's launcher reads.
 
     `{"text": …, "record": {"time": …, "level": {"name": …}, "name": …, "extra": …}}`; `extra` has the fields of a
     structured line, such as that of an ended request.
 
     Args:
-        origin: stands before each text, where several processes write to one place: "rank 1: ".
+        origin: prefix of each message, for several processes that write to one place: "rank 1: ".
     """
 
     def __init__(self, origin: str = "") -> None:
@@ -32,11 +32,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, origin: str = "", *, as_json: bool = False, stream: TextIO | None = None) -> None:
-    """Our lines from `level` on, those of libraries from warnings on.
+    """Logs our own messages from `level` on, and those of libraries from WARNING on.
 
     Args:
         origin: as in `JsonFormatter`.
-        stream: None is standard error.
+        stream: where to write; None is standard error.
     """
     text_format = f"%(asctime)s %(levelname)s {origin.replace('%', '%%')}%(name)s: %(message)s"
     handler = logging.StreamHandler(stream or sys.stderr)

@@ -1,4 +1,4 @@
-"""Who watches a server process: the metrics' endpoint and the tracer, as the config asks for them."""
+"""Opens the observers of a server process that its config asks for: metrics endpoint and tracer."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pagedkv.plugin.observer import Observers
 
 @dataclass(slots=True)
 class ServerObservers:
-    """Made by `open_observers`. None is what is off."""
+    """The observers of a server process. None is one that is off. Use `open_observers` to make it."""
 
     config: Config
     shard: ShardInfo
     endpoint: MetricsEndpoint | None
     tracer: RequestTracer | None
     metrics: ServerMetrics | None = None
-    """Of the backend, once it is there."""
+    """Set once the backend exists."""
 
     @property
     def metrics_url(self) -> str:
-        """Empty where metrics are off."""
+        """URL of the metrics; empty if they are off."""
         return self.endpoint.url if self.endpoint else ""
 
     def observe(self, backend: Backend) -> Observers:
-        """Begins to serve the backend's metrics. To be called while nothing else calls it."""
+        """Begins to serve the backend's metrics. Call it while no other thread calls the backend."""
         if self.endpoint:
             self.metrics = ServerMetrics(
                 backend.info,
@@ -50,12 +50,12 @@ class ServerObservers:
 
 @contextmanager
 def open_observers(config: Config, shard: ShardInfo) -> Iterator[ServerObservers]:
-    """Opens what the config asks for, before the model is loaded, which takes long.
+    """Opens the observers that the config asks for. Call it before the model is loaded, which takes long.
 
-    Every shard runs every request: each has metrics of its own, and the first one has the traces.
+    Every shard runs every request. Each shard has its own metrics; only the first one records traces.
 
     Raises:
-        ConfigError: the metrics' address can't be had, or OpenTelemetry is asked for and not installed.
+        ConfigError: the metrics' address can't be bound, or OpenTelemetry is configured but not installed.
     """
     with ExitStack() as stack:
         endpoint = None

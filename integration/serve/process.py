@@ -1,4 +1,4 @@
-"""The model-server process: a config in, a gRPC service out, until a signal ends it."""
+"""The model-server process: serves a config over gRPC until a signal ends it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-"""How long the end waits for a step that still runs. What runs longer is stuck, and is left behind."""
+"""How long shutdown waits for a running step. A step that takes longer is stuck; the process exits without it."""
 
 EXIT_DRAINED = 0
 EXIT_CUT_OFF = 1
-"""Requests still ran when the drain's time was over."""
+"""Exit code if requests still ran when the drain timed out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSummary:
-    """What a person or a program wants to know of a server once it is ready."""
+    """Facts about a server that is ready, for people (log) and programs (JSON)."""
 
     targets: tuple[str, ...]
-    """What a gRPC client connects to."""
+    """Addresses that a gRPC client can connect to."""
     model: str
     architecture: str
     dtype: str
@@ -53,7 +53,7 @@ class ServerSummary:
     max_total_tokens: int
     kv_bytes_total: int
     metrics_urls: tuple[str, ...] = ()
-    """One a shard; empty where metrics are off."""
+    """URLs of the metrics, one a shard; empty if metrics are off."""
 
     @classmethod
     def create(
@@ -91,22 +91,23 @@ class ServerSummary:
 def run_server(
     config: Config, announce: Callable[[ServerSummary], None] | None, *, rank: int = 0, num_shards: int = 1
 ) -> int:
-    """Serves until SIGTERM or SIGINT: then Health fails, new requests are refused, and running ones finish within
-    `server.drain_timeout_s`. A second signal ends the process at once.
+    """Serves until SIGTERM or SIGINT.
 
-    Warms up by the configured limits, so that the server works without a router; a router's Warmup does it again.
+    At the first signal Health fails, new requests are refused, and running ones may finish within
+    `server.drain_timeout_s`. A second signal ends the process at once. Warms up with the configured limits, so that the
+    server works without a router; a router's Warmup repeats it.
 
     Args:
         config: with at least one address under `server`.
-        announce: called once, when the server takes work. None leaves the warm-up to a router, which always sends one.
+        announce: called once, when the server is ready. None leaves the warm-up to a router, which always sends one.
         rank: of this shard.
-        num_shards: how many serve the model together.
+        num_shards: number of shards of the model.
 
     Returns:
         The process's exit code: EXIT_DRAINED or EXIT_CUT_OFF.
 
     Raises:
-        PagedKVError: config, plugins, model or address can't be served; the text says what to change.
+        PagedKVError: config, plugins, model or address can't be used; the message says what to change.
     """
     _check_addresses(config, rank)
     shard = ShardInfo(rank, num_shards)
@@ -120,7 +121,7 @@ def run_server(
 
 
 def _check_addresses(config: Config, rank: int) -> None:
-    """Finds a bad address before the model is loaded, which takes long."""
+    """Raises ConfigError for a bad address, before the model is loaded, which takes long."""
     if config.server.listen:
         parse_listen_address(config.server.listen)
     if config.server.uds_path:
@@ -173,7 +174,7 @@ async def _stop(server: GenerationServer) -> None:
 
 
 def _watch_signals() -> asyncio.Event:
-    """An event that the first signal sets; the second ends the process."""
+    """Returns an event that the first signal sets. The second signal ends the process."""
     asked = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -190,7 +191,7 @@ def _watch_signals() -> asyncio.Event:
 
 
 def _exit_now(code: int) -> None:
-    """Without waiting for threads: the interpreter's own end would join the one that is in a step."""
+    """Exits without waiting for threads. A normal exit would wait for the thread that runs a step."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -206,7 +207,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say: nested dicts and lists of strings, numbers and booleans."""
+    """Converts a value to what JSON can hold: nested dicts and lists of strings, numbers and booleans."""
     if isinstance(value, KVDtype):
         return value.name
     if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""A server process as one of the shards of a model: which GPU is its own, and how it joins the others."""
+"""Sets a server process up as one shard of a model: selects its GPU and joins the process group."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pagedkv.plugin.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 EXIT_SHARD_FAILED = 3
-"""This or another shard has failed, so that the model can't be served any more."""
+"""Exit code if this or another shard failed, so that the model can't be served any more."""
 
 DEFAULT_HOST = "localhost"
 DEFAULT_PORT = 29500
-"""As torch's own launcher has it."""
+"""The default port of torch's own launcher."""
 
 
 @contextmanager
 def joined_shards(config: Config, shard: ShardInfo, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Makes this process a shard for the time of a `with`; nothing to do for the only one.
+    """Context manager in which this process is one of the shards of a model. Does nothing for a single process.
 
     Reads MASTER_ADDR and MASTER_PORT. When another shard fails or ends, this process ends with EXIT_SHARD_FAILED.
 
     Raises:
-        ConfigError: an address or a device that can't be used.
-        ShardError: other shards did not come.
+        ConfigError: an address or a device can't be used.
+        ShardError: other shards did not join in time.
     """
     if shard.num_shards == 1:
         yield
@@ -56,15 +56,15 @@ def joined_shards(config: Config, shard: ShardInfo, environ: MutableMapping[str,
 
 
 def claim_device(device: str, rank: int, environ: MutableMapping[str, str]) -> str:
-    """Leaves this process the GPU of its rank as the only visible one, or none where the CPU is asked for.
+    """Makes the GPU of this process's rank the only visible one, or hides all GPUs if the config says CPU.
 
-    Then every library finds the right one by itself, in whatever thread it asks. Must run before CUDA is first used.
+    So every library uses the right GPU by default, on every thread. Must run before CUDA is first used.
 
     Returns:
         "cuda" or "cpu".
 
     Raises:
-        ConfigError: one GPU is named for all shards, or there is none for this rank.
+        ConfigError: the config names one GPU for all shards, or there is no GPU for this rank.
     """
     if device == "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -84,7 +84,7 @@ def claim_device(device: str, rank: int, environ: MutableMapping[str, str]) -> s
 
 
 def end_process(message: str) -> None:
-    """At once: other threads may be waiting for a shard that is gone."""
+    """Ends the process at once. Does not wait for threads: they may be blocked on a shard that has ended."""
     logger.critical("this shard ends: %s", message)
     logging.shutdown()
     sys.stdout.flush()
@@ -92,7 +92,7 @@ def end_process(message: str) -> None:
 
 
 def refuse_tcp(config: Config) -> None:
-    """Raises ConfigError for addresses that several shards can't share."""
+    """Raises ConfigError if the config has TCP addresses, which several shards can't share."""
     if config.server.listen or not config.server.uds_path:
         raise ConfigError(
             "several shards listen on Unix sockets, one each: set server.uds_path and leave server.listen out"

@@ -1,4 +1,4 @@
-"""Starts the shards of a model as processes of this machine, and ends all of them when one ends."""
+"""Starts the shards of a model as processes on this machine, and stops all of them when one ends."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 15.0
-"""How long the other shards may take to end once one has ended; beyond it they are killed."""
+"""How long the other shards may take to end after one has ended. After that they are killed."""
 
 
 class ShardProcesses:
-    """The shards that run. Each is in a session of its own: Ctrl-C in a terminal reaches it once, through us."""
+    """The running shards. Each has its own session: Ctrl-C in a terminal reaches it once, through this process."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_stop_asked = False
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts the shard of the next rank; its standard output is ours to read."""
+        """Starts the shard of the next rank, with its standard output as a pipe to this process."""
         process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
             command,
             stdin=subprocess.DEVNULL,
@@ -47,14 +47,14 @@ class ShardProcesses:
         self._processes.append(process)
 
     def terminate(self) -> None:
-        """Asks every shard to drain; a second time, to end at once."""
+        """Asks every shard to drain; at a second call, to end at once."""
         self._is_stop_asked = True
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
 
     def read_summaries(self) -> list[dict[str, Any]] | None:
-        """Waits until all shards take work; None where one ended before."""
+        """Waits until all shards are ready and returns their summaries; None if one ended before."""
         received = dict.fromkeys(range(len(self._processes)), b"")
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
@@ -69,7 +69,7 @@ class ShardProcesses:
         return [json.loads(line) for line in received.values()]
 
     def wait_for_first_end(self) -> int:
-        """The exit code of the first shard that ends, negative for a signal."""
+        """Returns the exit code of the first shard that ends, negative for a signal."""
         while True:
             for rank, process in enumerate(self._processes):
                 if process.poll() is not None:
@@ -78,7 +78,7 @@ class ShardProcesses:
             time.sleep(_POLL_S)
 
     def stop(self) -> list[int]:
-        """Ends those that still run; what does not end in time is killed. Returns all exit codes, by rank."""
+        """Stops running shards; kills those that do not end in time. Returns all exit codes, by rank."""
         if not self._is_stop_asked:
             self.terminate()
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
@@ -98,14 +98,14 @@ class ShardProcesses:
 
 
 def supervise(command: Sequence[str], num_shards: int, announce: Callable[[ServerSummary], None]) -> int:
-    """Runs shards until one of them ends, or a signal ends all: SIGTERM and SIGINT reach every shard as SIGTERM.
+    """Runs shards until one of them ends, or a signal ends all. SIGTERM and SIGINT are sent to every shard as SIGTERM.
 
     Args:
         command: of a shard, to which its rank and --json are added.
-        announce: called once, when all take work.
+        announce: called once, when all shards are ready.
 
     Returns:
-        0 where all shards ended with it, else the code of the first that did not.
+        0 if all shards exited with 0, else the exit code of the first that did not.
     """
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_find_free_port()), **os.environ}
     shards = ShardProcesses()
@@ -124,7 +124,7 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
 
 
 def _end_with_parent() -> None:
-    """So that a supervisor that is killed leaves no shards behind."""
+    """Makes the kernel end this process with its parent, so that a killed supervisor leaves no shards behind."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -148,7 +148,7 @@ def _forwarded_signals(shards: ShardProcesses) -> Iterator[None]:
 
 
 def _join_summaries(summaries: Sequence[dict[str, Any]]) -> ServerSummary:
-    """Of all shards as one: where they listen, and the bytes that they hold together."""
+    """Combines the summaries of all shards: all addresses, and the sum of their bytes."""
     fields = {name: value for name, value in summaries[0].items() if name != "event"}
     fields["targets"] = tuple(target for summary in summaries for target in summary["targets"])
     fields["metrics_urls"] = tuple(url for summary in summaries for url in summary["metrics_urls"])

@@ -1,4 +1,4 @@
-"""Traces of requests by OpenTelemetry: a request's span goes on from the trace that its client is in."""
+"""Traces of requests by OpenTelemetry. A request's span continues the trace of its client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RequestTracer:
-    """A `RequestObserver`. Spans are made when a request has ended, with the times of then, on a thread of its own.
+    """A `RequestObserver` that records a trace for each request.
 
+    Creates the spans when a request has ended, on a separate thread, with the times at which things happened.
     `pagedkv.request` has up to three children: `queue` until the first step, `prefill` until the first token, `decode`
     until the end. A request that got no token has none.
 
     Args:
-        provider: of spans; shut down by `close`.
+        provider: creates the spans; shut down by `close`.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -43,7 +44,7 @@ class RequestTracer:
         self._thread.start()
 
     def on_first_token(self, queue_s: float | None, ttft_s: float) -> None:
-        """The spans come at the end, with this time in them."""
+        """Does nothing: the spans are created at the end of the request and include this time."""
 
     def on_end(self, end: RequestEnd) -> None:
         try:
@@ -52,10 +53,10 @@ class RequestTracer:
             logger.warning("traces are lost: %d wait to be made", _MAX_QUEUED)
 
     def on_refusal(self, reason: Refusal, num_requests: int) -> None:
-        """The router's own span has the error."""
+        """Does nothing: the router's own span has the error."""
 
     def close(self) -> None:
-        """Exports what is left, for a moment."""
+        """Exports the remaining spans, with a short timeout."""
         self._ended.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._provider.shutdown()
@@ -104,7 +105,7 @@ class RequestTracer:
 
 
 def make_tracer(section: TracingSection) -> RequestTracer | None:
-    """Exports by OTLP over gRPC; None where no endpoint is set.
+    """Makes a tracer that exports by OTLP over gRPC; None if no endpoint is set.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.

@@ -1,4 +1,4 @@
-"""Weights on this machine: found in a directory, or fetched from the Hugging Face hub into its cache."""
+"""Finds a model's weights in a directory, or downloads them from the Hugging Face hub into its cache."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pagedkv.plugin.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Configuration, tokenizer and chat template."""
+"""Files of configuration, tokenizer and chat template."""
 
 
 def ensure_weights(model_id: str, extension: str, revision: str | None = None, *, with_code: bool = False) -> Path:
-    """The directory that holds a model's weights, which are downloaded where they are missing.
+    """Returns the directory of a model's weights. Downloads them if they are missing.
 
     Args:
         model_id: a directory, or a name on the hub.
-        extension: of the files with the weights, as ".safetensors".
+        extension: of the weight files, for example ".safetensors".
         revision: of a model on the hub; None is its default.
-        with_code: download the Python code that the model brings, too.
+        with_code: also download the model's Python code.
 
     Raises:
         ConfigError: a directory without weights, or a model that can't be downloaded.

@@ -1,4 +1,4 @@
-"""The quickstart's tour, from the demo model to the last table."""
+"""The quickstart, from the demo model to the last table."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: what is counted, and the endpoint that serves it."""
+"""Metrics for Prometheus: the catalogue, the collector, and the HTTP endpoint."""

@@ -1,4 +1,4 @@
-"""Every metric: name, unit, meaning, and where its value comes from. README's table is made from this one."""
+"""Every metric: name, unit, meaning, and where its value comes from. The table of the docs is made from this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from pagedkv.plugin.stats import BackendStats
 
 BASE_LABELS = ("backend", "rank")
-"""Of every metric: the backend's name, and the shard's rank."""
+"""Labels of every metric: the backend's name and the shard's rank."""
 
 Values = float | Mapping[str, float]
 """One value, or one for each value of the metric's own label."""
@@ -23,25 +23,25 @@ _LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one scrape shows: all of one moment between two steps."""
+    """The values of one scrape, all from the same moment between two steps."""
 
     stats: BackendStats
     last_step_timestamp_s: float
-    """Unix time of the end of the last step; of the start, before there was one."""
+    """Unix time of the end of the last step; before the first step, of the server's start."""
     step_running_s: float
     is_healthy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. `read` is None where events are counted as they come, and for `info` and GPUs."""
+    """One row of the table. `read` is None for metrics that count events, and for `info` and GPUs."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     meaning: str
     label: str | None = None
-    """Its own label, beside BASE_LABELS."""
+    """The metric's own label, in addition to BASE_LABELS."""
     buckets: Sequence[float] = ()
     read: Callable[[Snapshot], Values] | None = None
 
@@ -129,7 +129,7 @@ GPU_UTILIZATION = _gauge(
 INFO_LABELS = ("version", "model", "dtype", "kv_dtype", "attention_kernels")
 
 GPU_METRICS = (GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_UTILIZATION)
-"""Served only where NVML finds the server's GPU."""
+"""Metrics that are served only if NVML finds the server's GPU."""
 
 CATALOGUE: tuple[Metric, ...] = (
     TTFT,
@@ -230,6 +230,6 @@ CATALOGUE: tuple[Metric, ...] = (
 
 
 def markdown_table() -> str:
-    """The catalogue as README shows it."""
+    """The catalogue as a Markdown table."""
     rows = [f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.meaning} |" for metric in CATALOGUE]
     return "\n".join(["| metric | type | unit | meaning |", "|---|---|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""The HTTP endpoint from which Prometheus scrapes: GET /metrics and nothing else, on a thread of its own."""
+"""The HTTP endpoint that Prometheus scrapes: GET /metrics and nothing else, on a separate thread."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PATH = "/metrics"
 _CLIENT_TIMEOUT_S = 10.0
 _MAX_PORT = 65535
 _POLL_S = 0.1
-"""How often it looks whether it is to end."""
+"""How often the endpoint checks whether to stop."""
 
 
 class MetricsEndpoint:
-    """Listens from its making on; `start` answers, until `close`.
+    """An HTTP endpoint of metrics. The constructor binds the port; `start` begins to answer, until `close`.
 
     Args:
-        address: HOST:PORT; a shard takes PORT + rank, port 0 is any free one.
+        address: HOST:PORT; a shard uses PORT + rank, port 0 is any free one.
         rank: of this shard.
 
     Raises:
-        ConfigError: the address can't be had; the text says why.
+        ConfigError: the address can't be bound; the message says why.
     """
 
     def __init__(self, address: str, rank: int = 0) -> None:
@@ -80,7 +80,7 @@ class MetricsEndpoint:
 
 class _Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
-    allow_reuse_address = True  # A port that a server has just left can be had again; one that is in use can't.
+    allow_reuse_address = True  # Allows a port whose server has just ended; a port in use is still refused.
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -110,4 +110,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """A scrape every few seconds is no news."""
+        """Logs nothing: a scrape comes every few seconds."""

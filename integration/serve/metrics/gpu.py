@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class NvmlReader:
-    """Reads one GPU, which its UUID names: NVML and CUDA count differently where CUDA_VISIBLE_DEVICES is set.
+    """Reads the metrics of one GPU by its UUID. Index numbers of NVML and CUDA differ if CUDA_VISIBLE_DEVICES is set.
 
     Args:
         nvml: the module pynvml.
-        uuid: as NVML has it, with "GPU-" before it.
+        uuid: of the GPU, in NVML's form, with the prefix "GPU-".
     """
 
     def __init__(self, nvml: Any, uuid: str) -> None:
@@ -27,7 +27,7 @@ class NvmlReader:
         self._name = str(nvml.nvmlDeviceGetIndex(self._handle))
 
     def read(self) -> Mapping[str, Mapping[str, float]]:
-        """Values by metric and GPU; nothing while NVML can't tell."""
+        """Returns values by metric and GPU; empty while NVML reports errors."""
         try:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
             percent = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
@@ -42,7 +42,7 @@ class NvmlReader:
 
 
 def make_gpu_reader(device: torch.device) -> NvmlReader | None:
-    """For the GPU of a backend; None on a CPU, and where NVML is not installed or does not work."""
+    """Makes a reader for the GPU of a backend; None on a CPU, or if NVML is not installed or does not work."""
     if device.type != "cuda":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Collects one server's metrics: events as they come, everything else from the snapshot that the last step left."""
+"""Collects one server's metrics: counts events as they happen, reads the rest from the last step's snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENDED_BY_ITSELF = (Outcome.LENGTH, Outcome.EOS_TOKEN, Outcome.STOP_SEQUENCE)
 
 
 class ServiceState(Protocol):
-    """What is asked at a scrape, on the endpoint's thread; a `GenerationService` is one."""
+    """What a scrape reads from the service, on the endpoint's thread. `GenerationService` implements it."""
 
     def step_running_s(self) -> float: ...
 
@@ -32,14 +32,14 @@ class ServiceState(Protocol):
 
 
 class GpuReader(Protocol):
-    """Values by metric name and GPU."""
+    """Reads GPU values, by metric name and GPU."""
 
     def read(self) -> Mapping[str, Mapping[str, float]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """Replaced as a whole by the step's thread, so that another one reads either the old or the new."""
+    """The last step's values. The step's thread replaces the whole object, so that a reader never sees a mix of two."""
 
     stats: BackendStats
     last_step_timestamp_s: float
@@ -50,10 +50,10 @@ class ServerMetrics(Collector):
 
     Args:
         info: of the backend.
-        stats: of the backend before it takes work.
-        model: its name.
+        stats: of the backend before its first request.
+        model: name of the model.
         rank: of this shard.
-        gpu: None leaves the GPU's metrics out.
+        gpu: reads the GPU's metrics; None leaves them out.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ServerMetrics(Collector):
         self._refusals[reason].inc(num_requests)
 
     def collect(self) -> Iterator[Family]:
-        """Every metric of the catalogue, in its order."""
+        """Yields every metric of the catalogue, in its order."""
         snapshot = self._snapshot()
         gpu = self._gpu.read() if self._gpu else {}
         for metric in CATALOGUE:
@@ -172,7 +172,7 @@ def _labels(metric: Metric) -> tuple[str, ...]:
 
 
 def _find_phase(before: BackendStats, after: BackendStats) -> str | None:
-    """What ran between the two; None where nothing did, as while everybody waits for room."""
+    """The phase of the step between two stats; None if no token was computed, as when all requests wait for blocks."""
     has_prefill = after.computed_prefill_tokens > before.computed_prefill_tokens
     has_decode = after.computed_decode_tokens > before.computed_decode_tokens
     if has_prefill and has_decode:
@@ -181,7 +181,7 @@ def _find_phase(before: BackendStats, after: BackendStats) -> str | None:
 
 
 def _without_creation_times(families: Iterable[Family]) -> Iterator[Family]:
-    """prometheus_client adds a series "_created" to each counter and histogram, which nothing here reads."""
+    """Removes the series "_created" that prometheus_client adds to each counter and histogram."""
     for family in families:
         family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         yield family
