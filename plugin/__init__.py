@@ -1,4 +1,4 @@
-"""Contracts, and the engine's own parts.
+"""The contract that plugins implement (the files here), and our own plugins and the engine (the folders).
 
 from pagedkv.plugin import Engine, SamplingParams
 """

@@ -1,4 +1,4 @@
-"""What every backend refuses before it takes a request."""
+"""Checks requests before a backend accepts them; the same checks for every backend."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def validate_requests(
     max_input_tokens: int,
     max_total_tokens: int,
 ) -> None:
-    """Checks requests against the model and the limits; the first fault is raised, naming its request.
+    """Checks requests against the model and the limits. Raises the first fault; the message names its request.
 
     Raises:
         RequestError: an empty prompt, an id outside the vocabulary, an id of a request outside 64 bits.
         CapacityError: a prompt longer than max_input_tokens, or longer than max_total_tokens with its output.
-        DuplicateRequestError: an id is live, or twice among `requests`.
+        DuplicateRequestError: an id is in use, or occurs twice in `requests`.
     """
     seen: set[RequestId] = set()
     for request in requests:

@@ -1,4 +1,4 @@
-"""From a written config to a running backend, by entry points alone."""
+"""Makes a backend from a written config; finds every part through its entry point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resol
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A backend, not yet warmed up, and what belongs to it."""
+    """A backend that is not warmed up yet, with its config and tokenizer."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -20,10 +20,10 @@ class Assembly:
 
 
 def assemble(config: Config) -> Assembly:
-    """Finds the named plugins, loads model and tokenizer.
+    """Loads the plugins that the config names, the model and the tokenizer.
 
     Raises:
-        ConfigError, PluginError, UnsupportedError: with what to change.
+        ConfigError, PluginError, UnsupportedError: the message says what to change.
     """
     settings = resolve_model_settings(config)
     backend_class = load_plugin(BACKENDS, config.backend)

@@ -1,4 +1,4 @@
-"""What crosses into the kernels in one step, and the context that carries it through a model's layers.
+"""The metadata that kernels get in one step, and the context that passes it through a model's layers.
 
 A block table turns a token's place in its sequence into a slot of the cache, as in a page table
 (Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", SOSP 2023):
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagedkv.plugin.interface import AttentionKernels, KVStorage
 
 PADDING_SLOT = -1
-"""In `slot_mapping`: this token's keys and values are stored nowhere."""
+"""Value in `slot_mapping` for a token whose keys and values are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,20 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How one layer attends, as the model asks at the call."""
+    """Options of attention that a model passes when a layer calls it."""
 
     scale: float
-    """Multiplied to query × key."""
+    """Factor of query × key."""
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    """[num_heads]: a logit a head that joins the softmax's sum without a value."""
+    """[num_heads]: one logit a head, added to the sum of the softmax without a value."""
     alibi_slopes: torch.Tensor | None = None
     """[num_heads] float32: adds slope × (key position - query position) to the scores."""
 
 
 class LayerAttention(Protocol):
-    """What a layer calls: an AttentionContext, or what stands in for one to look at a model."""
+    """The interface that an attention layer calls: an AttentionContext, or a stand-in that inspects a model."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
@@ -80,14 +80,14 @@ class LayerAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What a model's attention layer calls: argument of the forward, never a global.
+    """Attention over the paged cache for the layers of a model in one step.
 
-    Two engines in one process have two contexts.
+    It is an argument of the forward, never a global: two engines in one process have two contexts.
     """
 
     kernels: AttentionKernels
     storage: Sequence[KVStorage]
-    """One a layer."""
+    """One for each layer."""
     metadata: AttentionMetadata
 
     def attend(

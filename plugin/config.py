@@ -1,4 +1,4 @@
-"""The configuration as written: it may say "auto", which `pagedkv.plugin.resolved_config` answers.
+"""The configuration as written. `pagedkv.plugin.resolved_config` replaces each "auto" by a value.
 
 A TOML file, environment variables over it, flags over both:
 
@@ -39,7 +39,7 @@ else:
 ENVIRONMENT_PREFIX = "PAGEDKV_"
 CONFIG_FILE_VARIABLE = "PAGEDKV_CONFIG"
 GRAPHS_VARIABLE = "CUDA_GRAPHS"
-"""Set by text-generation-inference's launcher; PAGEDKV_GRAPHS_BATCH_SIZES goes before it."""
+"""Variable of text-generation-inference's launcher. PAGEDKV_GRAPHS_BATCH_SIZES has priority over it."""
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -141,7 +141,7 @@ class GraphsSection(_Section):
     @field_validator("batch_sizes", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """Environment variables hold "1,2,4"; a launcher's "0" is off."""
+        """Splits "1,2,4" of an environment variable; "0" (of the launcher) is off."""
         if isinstance(value, str) and value != AUTO:
             value = [part for part in value.replace(" ", "").split(",") if part not in ("", "0")]
         return value

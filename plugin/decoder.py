@@ -1,7 +1,7 @@
-"""The contract of decoder kernels: a Llama-shaped model's layers around their attention, run by somebody's fused code.
+"""The contract of decoder kernels: fused code for all parts of a Llama-shaped model's layers around their attention.
 
-A model adapter that recognizes the shape hands over the weights and keeps nothing; what it does not recognize, or what
-the kernels don't serve, runs as its own modules do.
+A model adapter that recognizes the shape passes its weights to the decoder kernels and keeps none. A model that it does
+not recognize, or that the kernels don't support, runs through the modules of the model itself.
 
     x                    = embedding[token_ids] × embedding_scale
     for each layer:
@@ -10,8 +10,8 @@ the kernels don't serve, runs as its own modules do.
         x               += norm?((activation(gate) × up) @ down)    gate, up = norm(x) @ gate_up
     logits               = norm(x) @ head
 
-norm is the RMS norm (Zhang & Sennrich 2019) with the weights as they multiply: where a model adds 1, it is in them.
-Rotary positions (Su et al. 2021) turn the first half of a head's rotated channels against the second half.
+norm is the RMS norm (Zhang & Sennrich 2019). Its weights are the factors: if a model adds 1 to them, they include it.
+Rotary positions (Su et al. 2021) rotate the first half of a head's rotated channels against the second half.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotary:
-    """Rotary tables of one kind of layer; scaling of frequencies and of the result is in them."""
+    """Rotary tables of one kind of layer. They include the scaling of frequencies and of the result."""
 
     cos: torch.Tensor
     """[max_positions, rotated channels / 2] float32."""
     sin: torch.Tensor
-    """As cos."""
+    """Shape and dtype as `cos`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +62,21 @@ class DecoderLayer:
     attention_output: Projection
     feed_forward_norm: torch.Tensor
     gate_up: Projection
-    """All gates, then all ups: 2 × intermediate_size features."""
+    """All gate projections, then all up projections: 2 × intermediate_size features."""
     down: Projection
     rotary: Rotary | None
-    """None where the layer has no positions."""
+    """None if the layer has no rotary positions."""
     options: AttentionOptions
     query_norm: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
     attention_output_norm: torch.Tensor | None = None
-    """Of the attention's product before it is added (Gemma 2)."""
+    """Norm of the attention's output before it is added (Gemma 2)."""
     feed_forward_output_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What is the same in all layers; known before any weight."""
+    """What is the same in all layers, known before weights are loaded."""
 
     attention: AttentionSpec
     """Heads and dims; windows and soft caps may differ from layer to layer."""
@@ -98,18 +98,18 @@ class DecoderWeights:
     embedding: torch.Tensor
     """[vocab_size, hidden_size]."""
     layers: Iterator[DecoderLayer]
-    """In order; each is taken once, so that no more than one layer need be in memory twice."""
+    """In order. Each is read once, so that at most one layer is in memory twice."""
     final_norm: torch.Tensor
     """[hidden_size] float32."""
     head: Projection | None
-    """None where the embedding is the head."""
+    """None if the embedding is also the head."""
 
 
 class Decoder(Protocol):
-    """A model ready to run."""
+    """A model that decoder kernels can run."""
 
     def forward(self, batch: ModelInput, attention: LayerAttention) -> torch.Tensor:
-        """As `ModelAdapter.forward`: [num_rows, vocab_size] logits, in the model's dtype or float32."""
+        """Like `ModelAdapter.forward`. Returns [num_rows, vocab_size] logits, in the model's dtype or float32."""
 
 
 @runtime_checkable
@@ -123,7 +123,7 @@ class DecoderKernels(Protocol):
     def create(cls, device: torch.device) -> Self: ...
 
     def unsupported_reasons(self, shape: DecoderShape, dtype: torch.dtype) -> list[str]:
-        """Why a model can't be served on this device; empty when it can."""
+        """Returns the reasons why a model can't run on this device; empty if it can."""
 
     def build(self, weights: DecoderWeights) -> Decoder:
-        """Takes the weights over: copies what it lays out anew, and keeps of the rest what it reads."""
+        """Makes a decoder. It copies the weights that need another layout, and keeps references to the others."""

@@ -1,8 +1,8 @@
-"""The processes that serve one model together, its shards: how they join, agree on numbers, and end.
+"""Shards, the processes that serve one model together: how they join, agree on numbers, and end.
 
 Every shard runs the same calls in the same order (a router sends each call to all), schedules for itself, and computes
-its part of every layer; collectives inside the model join the parts. So all must decide alike: numbers that could
-differ (memory, seeds) are agreed here, and what was decided is compared at each step.
+its part of every layer; collectives inside the model combine the parts. So all shards must make the same decisions:
+they agree here on numbers that could differ (memory, seeds), and compare their decisions at each step.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from pagedkv.plugin.failure_detector import FailureDetector, OnFailure, connect_
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Longer than any load of weights; steps have a limit of their own."""
+"""Longer than any loading of weights. Steps have a separate limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A process's place among those that serve one model."""
+    """A process's rank among the shards of a model, and their number."""
 
     rank: int = 0
     num_shards: int = 1
 
 
 class ShardGroup:
-    """The shards as one of them sees the others. Made by `join_shards`.
+    """One shard's connection to the other shards of the model. Use `join_shards` to make it.
 
     Args:
         info: of this shard.
         run_seed: the same on every shard, 0 ≤ run_seed < 2**64.
         failure_detector: connects the shards.
-        step_timeout_s: how long a step may take.
+        step_timeout_s: longest duration of a step, in seconds.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class ShardGroup:
         self._step_timeout_s = step_timeout_s
 
     def derive_seed(self, count: int) -> int:
-        """The seed, 0 ≤ seed < 2**64, of the request of this number: fresh in each run, equal on all shards."""
+        """Returns the seed, 0 ≤ seed < 2**64, for a request's number: new in each run, equal on all shards."""
         words = self._run_seed.to_bytes(8, "little") + count.to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
     def gather(self, value: int) -> list[int]:
-        """Every rank's value (-2**63 ≤ value < 2**63). All shards call it, or all wait.
+        """Returns every rank's value (-2**63 ≤ value < 2**63). Blocks until all shards call it.
 
         Raises:
-            ShardError: one of them has left.
+            ShardError: a shard has left.
         """
         self._refuse_departed()
         own = torch.tensor([value], dtype=torch.int64)
@@ -73,20 +73,20 @@ class ShardGroup:
 
     @contextmanager
     def step(self, task: str) -> Iterator[None]:
-        """As `collective`, for a part of a step: it also fails when it takes longer than a step may."""
+        """Like `collective`, for a part of a step. Also fails if the body takes longer than `step_timeout_s`."""
         with self._failure_detector.time_limit(self._step_timeout_s, task), self.collective(task):
             yield
 
     @contextmanager
     def collective(self, task: str, shared_errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """For a body in which the shards wait for one another: they all get through it, or all fail.
+        """Context manager for code in which shards wait for each other: it succeeds on all shards or fails on all.
 
         Args:
-            task: what the body does, for the message: "step 17".
-            shared_errors: exceptions that all shards raise alike, and survive.
+            task: name of the work for error messages, for example "step 17".
+            shared_errors: exceptions that all shards raise at the same point, and after which they continue.
 
         Raises:
-            ShardError: the body failed here, or because another shard is gone.
+            ShardError: the body failed here, or another shard has ended.
         """
         try:
             yield
@@ -95,7 +95,7 @@ class ShardGroup:
         except shared_errors:
             raise
         except Exception as error:
-            # A shard that dies breaks the collectives of the others: its end is the news, not what it broke.
+            # A shard that dies breaks the collectives of the others: report its end, not the broken collective.
             if not self._failure_detector.wait_for_report():
                 self._refuse_departed()
                 logger.exception("%s failed", task)
@@ -103,7 +103,7 @@ class ShardGroup:
             raise ShardError(self._failure_detector.failure) from error
 
     def fail(self, message: str) -> NoReturn:
-        """Ends the work of every shard. Raises ShardError where the failure handler returns."""
+        """Ends the work of every shard. Raises ShardError if the failure handler returns."""
         self._failure_detector.fail(message)
         raise ShardError(self._failure_detector.failure or message)
 
@@ -112,9 +112,9 @@ class ShardGroup:
             self.fail(f"rank {rank} has left: no step can run without it")
 
     def leave(self, failure: str = "") -> None:
-        """Ends this shard's part: in order, or with the failure that ends the others too. A second call does nothing.
+        """Leaves the group: in order, or with a failure that ends the other shards too. A second call does nothing.
 
-        Collective work is over: who still steps fails.
+        After this every collective step fails.
         """
         global _group
         if _group is not self:
@@ -128,9 +128,9 @@ _group: ShardGroup | None = None
 
 
 def joined_group() -> ShardGroup | None:
-    """The group that this process has joined; None where it serves a model alone.
+    """Returns the group that this process has joined; None if it serves a model alone.
 
-    There is one a process, as there is one default group of torch.distributed, over which models are split.
+    A process has one group, as it has one default group of torch.distributed, over which models are split.
     """
     return _group
 
@@ -152,13 +152,13 @@ def join_shards(
         host, port: where rank 0 listens (MASTER_ADDR, MASTER_PORT).
         device_type: "cpu" or "cuda", the same for all.
         on_failure: called once, from any thread, when this or another shard has failed. It should end the process:
-            threads may be waiting in a collective for ever.
+            threads may be blocked in a collective forever.
         join_timeout_s: how long to wait for the others.
         step_timeout_s: how long one step may take before it counts as failed.
 
     Raises:
         ConfigError: the address can't be used, or the shards have different devices.
-        ShardError: some did not come; the text names them where this is known.
+        ShardError: some shards did not join in time; the message names them if they are known.
     """
     global _group
     assert _group is None, "one group a process"

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 
 class PagedKVError(Exception):
-    """Base of every error raised on purpose. Its text says what is wrong and what to change."""
+    """Base of every error raised on purpose. Its message says what is wrong and what to change."""
 
 
 class ConfigError(PagedKVError):
@@ -23,11 +23,11 @@ class PluginError(PagedKVError):
 
 
 class UnsupportedError(PagedKVError):
-    """This model, device or KV dtype can't be served by the chosen plugins; the text lists every reason."""
+    """The chosen plugins can't serve this model, device or KV dtype; the message lists every reason."""
 
 
 class RequestError(PagedKVError):
-    """A request is wrong in itself: sending it again unchanged fails again."""
+    """A request is invalid: sending it again unchanged fails again."""
 
 
 class CapacityError(RequestError):
@@ -35,11 +35,11 @@ class CapacityError(RequestError):
 
 
 class NotFoundError(PagedKVError):
-    """A batch or a request is named that is not here."""
+    """A call names a batch or a request that does not exist."""
 
 
 class DuplicateRequestError(RequestError):
-    """A request id is used that is still live."""
+    """A new request has the id of a live one."""
 
 
 class UnavailableError(PagedKVError):
@@ -47,7 +47,7 @@ class UnavailableError(PagedKVError):
 
 
 class StepError(PagedKVError):
-    """A step failed while it ran. The requests it names are gone and their blocks are back; all others live on."""
+    """A step failed while it ran. The requests it names have ended and their blocks are free; all others continue."""
 
     def __init__(self, message: str, request_ids: Collection[int]) -> None:
         super().__init__(message)
@@ -59,5 +59,5 @@ class IntegrityError(PagedKVError):
 
 
 class ShardError(PagedKVError):
-    """The processes that serve one model together can't go on, or can't join: one is missing, has ended, failed, or
-    decided otherwise than the others. The text names the rank."""
+    """The shards of a model can't continue or can't join: one is missing, has ended, has failed, or has made another
+    decision than the others. The message names the rank."""

@@ -1,9 +1,9 @@
-"""How a shard learns within moments that another one has ended, failed or left.
+"""Detects at once that another shard has ended, failed or left.
 
-Rank 0 holds a TCP connection to every other rank. The operating system closes the connections of a process that dies,
-however it dies, so its end is seen at once; no heartbeat is there that a busy machine could delay past its limit.
-A thread of each process listens. It also ends a step that takes too long, as one does that waits in a collective for a
-shard that never comes: no timeout of a collective library is needed, and none has to be right.
+Rank 0 has a TCP connection to every other rank. The operating system closes the connections of a process that dies, for
+whatever reason, so the others notice at once. There is no heartbeat that a busy machine could delay too long.
+A thread of each process listens. It also ends a step that takes too long, for example one that waits in a collective
+for a shard that never joins it, so no timeout of a collective library is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[str], None]
-"""Called once, from any thread, with why the shards can't go on."""
+"""Called once, from any thread, with the reason why the shards can't continue."""
 
 _LEFT = b"left"
 _FAILED = b"failed "
@@ -38,7 +38,7 @@ _POLL_S = 0.1
 _LEAVE_TIMEOUT_S = 5.0
 _REPORT_TIMEOUT_S = 2.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-"""Seconds and tries after which a machine that went away without a word counts as gone."""
+"""Seconds and tries after which a machine that does not answer counts as gone."""
 
 
 @dataclass(slots=True)
@@ -78,17 +78,17 @@ class FailureDetector:
 
     @property
     def failure(self) -> str:
-        """Why the shards can't go on; empty while they can."""
+        """Why the shards can't continue; empty while they can."""
         return self._failure
 
     def departed_ranks(self) -> list[int]:
-        """Ranks among the peers that have left in order."""
+        """Ranks of the peers that have left without a failure."""
         return [peer.rank for peer in self._peers if peer.has_left]
 
     def fail(self, message: str) -> None:
-        """Tells every shard that this one can't go on. The first failure counts, later ones are not passed on.
+        """Tells every shard that this one can't continue. Only the first failure is reported.
 
-        Returns when the handler has returned, also to a thread that comes second: what it does next could otherwise
+        Returns after the failure handler has returned, for every thread that calls it. Otherwise a second thread could
         end the process before the handler does, with another exit code.
         """
         with self._lock:
@@ -100,17 +100,17 @@ class FailureDetector:
             self.wait_for_report()
             return
         self._tell(_FAILED + message.replace("\n", " ").encode())
-        # First the handler, then the news for threads that wait.
+        # First call the handler, then wake the threads that wait.
         self._on_failure(message)
         self._has_failed.set()
 
     def wait_for_report(self) -> bool:
-        """Gives the news of another shard's end a moment to arrive: a collective may break before it is here."""
+        """Waits a moment for the report of another shard's end: a collective may fail before the report arrives."""
         return self._has_failed.wait(_REPORT_TIMEOUT_S)
 
     @contextmanager
     def time_limit(self, seconds: float, task: str) -> Iterator[None]:
-        """Fails when the body runs for longer."""
+        """Context manager that reports a failure if its body runs longer than `seconds`."""
         self._deadline = (time.monotonic() + seconds, f"{task} has taken more than {seconds:g} s on rank {self._rank}")
         try:
             yield
@@ -118,8 +118,9 @@ class FailureDetector:
             self._deadline = None
 
     def leave(self, failure: str = "") -> None:
-        """Says that this shard ends, in order or with a failure that ends the others, and hangs up. Rank 0 waits a
-        while for the others to do so first."""
+        """Reports that this shard ends, in order or with a failure that ends the others, and closes its connections.
+
+        Rank 0 first waits a while for the others to leave."""
         with self._lock:
             self._leave_by_s = time.monotonic() + (_LEAVE_TIMEOUT_S if self._rank == 0 else 0)
         self._tell(_FAILED + failure.replace("\n", " ").encode() if failure else _LEFT)
@@ -142,7 +143,7 @@ class FailureDetector:
                 self._check_deadline()
 
     def _receive(self, peer: _Peer) -> bool:
-        """Whether more may come."""
+        """Reads from a peer. Returns whether more data may come."""
         try:
             data = peer.connection.recv(65536)
         except OSError:
@@ -168,14 +169,14 @@ class FailureDetector:
 def connect_failure_detector(
     rank: int, num_shards: int, store: TCPStore, host: str, timeout_s: float, on_failure: OnFailure
 ) -> FailureDetector:
-    """Connects this shard. Every shard calls it at about the same time.
+    """Connects this shard to the others. Every shard calls it at about the same time.
 
     Args:
-        store: shared by the shards; tells the port that rank 0 listens on, and a secret that keeps others out.
-        host: where rank 0 is.
+        store: shared by the shards; holds the port that rank 0 listens on, and a secret that keeps other clients out.
+        host: address of rank 0.
 
     Raises:
-        ShardError: not all are connected within `timeout_s`; the text names the missing ranks.
+        ShardError: not all shards connected within `timeout_s`; the message names the missing ranks.
     """
     peers = _accept(num_shards, store, host, timeout_s) if rank == 0 else {0: _call(rank, store, host, timeout_s)}
     for connection in peers.values():
@@ -207,12 +208,12 @@ def _accept(num_shards: int, store: TCPStore, host: str, timeout_s: float) -> di
 
 
 def _read_greeting(connection: socket.socket, secret: str) -> int | None:
-    """The rank of a caller that knows the secret."""
+    """Returns the rank of a caller that knows the secret; None for any other."""
     connection.settimeout(_REPORT_TIMEOUT_S)
     try:
         line = b""
         while not line.endswith(b"\n") and len(line) < _MAX_GREETING_BYTES:
-            # One byte at a time: what follows the line is for the listening thread.
+            # Read one byte at a time: the listening thread reads what follows the line.
             line += (byte := connection.recv(1))
             if not byte:
                 return None

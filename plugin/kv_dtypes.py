@@ -1,7 +1,6 @@
-"""KV dtypes: how keys and values lie in a block, and the bytes this takes. The one place that counts them.
+"""KV dtypes: how keys and values are stored in a block, and how many bytes that takes.
 
-The planner, the memory budget and the kernels that allocate all ask `KVCacheSpec.bytes_per_block`; a test holds every
-kernel provider to it.
+Planner, memory budget and kernels all use `KVCacheSpec.bytes_per_block`; a test checks it for all our kernels.
 
 >>> spec = KVCacheSpec(num_kv_heads=3, head_dim=64, v_head_dim=64, block_size=16, kv_dtype=find_kv_dtype("bf16"))
 >>> spec.bytes_per_block  # 3 heads × 16 tokens × (64 + 64) elements × 2 bytes
@@ -40,26 +39,26 @@ class ScaleGranularity(Enum):
 class KVDtype:
     """A KV dtype. Elements of `bits` bits are packed densely along the head dimension.
 
-    A number is element × scale, or (element + zero point) × scale where there are zero points.
+    A number is element × scale, or (element + zero point) × scale if there are zero points.
     """
 
     name: str
     bits: int
     storage: torch.dtype
-    """Dtype of the tensors that hold the elements; uint8 where several are packed into a byte."""
+    """Dtype of the tensors that hold the elements; uint8 if several are packed into a byte."""
     is_signed: bool = True
     key_scales: ScaleGranularity = ScaleGranularity.NONE
     value_scales: ScaleGranularity = ScaleGranularity.NONE
     scale_dtype: torch.dtype = torch.float32
     """int8 holds binary logarithms in eighths: the scale is 2^(code / SCALE_CODES_PER_OCTAVE)."""
     zero_dtype: torch.dtype | None = None
-    """Of the zero points, in steps, that stand beside scales inside blocks, one each; None: there are none."""
+    """Dtype of the zero points (in steps), one beside each scale inside blocks; None if there are none."""
     group_size: int = 0
     """Channels that share a scale, for `TOKEN_GROUP`; a head_dim below it is one group."""
     first_key_bits: int = 0
-    """Bits that the keys of a block's first token have besides `bits`."""
+    """Additional bits of the keys of a block's first token."""
     has_rotated_values: bool = False
-    """Whether values lie in blocks multiplied by a Hadamard matrix along the head dimension."""
+    """Whether values are stored multiplied by a Hadamard matrix along the head dimension."""
 
     @property
     def is_quantized(self) -> bool:
@@ -103,13 +102,13 @@ class KVDtype:
 
 
 SCALE_CODES_PER_OCTAVE = 8
-"""Of scales that int8 holds: from 2^-16 to 2^15.9, each 9 % above the one before."""
+"""Resolution of scales that are stored as int8: from 2^-16 to 2^15.9, each 9 % above the one before."""
 
 ENTRY_POINT_GROUP = "pagedkv.kv_dtypes"
 """Entry points of this group name a `KVDtype` each, under its own name."""
 
 TGI_NAMES = {"fp8_e4m3fn": "fp8_e4m3"}
-"""text-generation-inference's names that are not ours; its fp8_e5m2 is."""
+"""Names of text-generation-inference that differ from ours."""
 
 STATIC_SUFFIX = "_static"
 
@@ -117,7 +116,7 @@ _KV_DTYPES: dict[str, KVDtype] = {}
 
 
 def register_kv_dtype(kv_dtype: KVDtype) -> KVDtype:
-    """Makes a KV dtype known by its name.
+    """Registers a KV dtype under its name.
 
     Raises:
         PluginError: another dtype has this name.
@@ -129,11 +128,11 @@ def register_kv_dtype(kv_dtype: KVDtype) -> KVDtype:
 
 
 def find_kv_dtype(name: str) -> KVDtype:
-    """The KV dtype of this name, or of this name of text-generation-inference; a plugin's is imported on first use.
+    """Returns the KV dtype with this name (ours or text-generation-inference's). Imports a plugin's on first use.
 
     Raises:
-        ConfigError: there is none; the known names are listed.
-        PluginError: the plugin fails to import, or is no KV dtype of this name.
+        ConfigError: unknown name; the message lists the known ones.
+        PluginError: the plugin fails to import, or is not a KV dtype with this name.
     """
     name = TGI_NAMES.get(name, name)
     if name not in _KV_DTYPES:
@@ -155,15 +154,15 @@ def _load_kv_dtype(point: EntryPoint) -> KVDtype:
 
 
 def known_kv_dtypes() -> list[str]:
-    """Names of ours and of the plugins', which stay unimported."""
+    """Names of our KV dtypes and of plugins. Does not import plugins."""
     return sorted({*_KV_DTYPES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def find_static_variant(kv_dtype: KVDtype) -> KVDtype:
-    """The KV dtype with the same elements whose scales come from outside the blocks.
+    """Returns the KV dtype with the same elements and static scales.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: there is none.
     """
     name = kv_dtype.name if kv_dtype.has_static_scales else kv_dtype.name + STATIC_SUFFIX
     if name not in known_kv_dtypes():
@@ -178,7 +177,7 @@ BF16 = register_kv_dtype(KVDtype("bf16", 16, torch.bfloat16))
 
 
 def _register_8_bits(name: str, storage: torch.dtype) -> tuple[KVDtype, KVDtype]:
-    """A KV dtype of one-byte elements with a scale per token and head, and one with a scale per head from outside."""
+    """Registers two KV dtypes of one-byte elements: with a scale per token and head, with a static scale per head."""
     per_token, static = (
         register_kv_dtype(KVDtype(full_name, 8, storage, key_scales=granularity, value_scales=granularity))
         for full_name, granularity in (
@@ -208,19 +207,19 @@ INT4 = register_kv_dtype(
     )
 )
 """Keys have outlier channels, so they share a scale and a zero point along the tokens of a block, values along channels
-(Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024). What outliers values have are
-spread over all channels by the rotation.
+(Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024). The rotation spreads outliers
+of values over all channels.
 
 The first token of a sequence draws attention from all others whatever it says (Xiao et al., "Efficient Streaming
 Language Models with Attention Sinks", ICLR 2024), so that an error of its key shifts every weight. A block does not
 know whether it begins a sequence; so the first token of each has keys of 6 bits, for one byte a token.
 
-An incomplete block is quantized anew when a token comes, from what is stored of the tokens before it; see
-`pagedkv.kernels.quantization`. Nothing but the block is needed for it, so that a copied block can be continued.
+An incomplete block is quantized again when a token is added, from the stored values of the tokens before it; see
+`pagedkv.kernels.quantization`. This needs only the block itself, so a copied block can be continued.
 """
 
 KV_DTYPE_OF_TORCH = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
-"""What `auto` means: the KV dtype that keeps a model's own dtype."""
+"""The KV dtype that `auto` stands for, by the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ class KVCacheSpec:
     num_kv_heads: int
     """Heads on this shard."""
     head_dim: int
-    """Of the keys."""
+    """Head dimension of the keys."""
     v_head_dim: int
     block_size: int
     """Tokens a block."""

@@ -1,8 +1,8 @@
-"""Scales of keys and values from outside the blocks: from a file, or from the checkpoint.
+"""Static scales of keys and values: from a file, or from the checkpoint.
 
 The file is safetensors with two tensors a layer, [num_kv_heads] float32: `layers.0.k_scale`, `layers.0.v_scale`,
-`layers.1.k_scale`, …; a number is element × scale. `pagedkv calibrate` writes it. A checkpoint brings scales of one
-number a layer as a rule, which then holds for all its heads.
+`layers.1.k_scale`, …; a number is element × scale. `pagedkv calibrate` writes it. A checkpoint usually has one number a
+layer, which is used for all heads of the layer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @runtime_checkable
 class BringsKVScales(Protocol):
-    """What a ModelAdapter may do besides: give the scales that its checkpoint holds."""
+    """Optional interface of a ModelAdapter: returns the scales that its checkpoint contains."""
 
     def kv_scales(self) -> Mapping[str, torch.Tensor]:
-        """Named as in a file of scales; of the whole model, [num_kv_heads] or one number. Empty where it has none."""
+        """Scales of the whole model, named as in a file of scales: [num_kv_heads] or one number. Empty if none."""
 
 
 def key_scale_name(layer: int) -> str:
@@ -47,7 +47,7 @@ def value_scale_name(layer: int) -> str:
 def read_kv_scales(
     file: str, layers: Sequence[AttentionSpec], device: torch.device, *, shard: int = 0, num_shards: int = 1
 ) -> list[LayerScales]:
-    """Reads a file of scales. Raises ConfigError as `pick_kv_scales` does, or where it is no safetensors file."""
+    """Reads a file of scales. Raises ConfigError as `pick_kv_scales` does, or if it is not a safetensors file."""
     return pick_kv_scales(
         _read_safetensors(Path(file)), layers, device, source=file, shard=shard, num_shards=num_shards
     )
@@ -62,15 +62,16 @@ def pick_kv_scales(
     shard: int = 0,
     num_shards: int = 1,
 ) -> list[LayerScales]:
-    """This shard's scales of every layer.
+    """Selects this shard's scales of every layer.
 
     Args:
-        tensors: of the whole model, by name; what has another name is ignored.
+        tensors: scales of the whole model, by name; other names are ignored.
         layers: of this shard.
-        source: where they are from, for errors.
+        source: origin of the tensors, for error messages.
 
     Raises:
-        ConfigError: a layer has no scales (all such layers are named), too few or many, or some that are not positive.
+        ConfigError: a layer has no scales (the message names all such layers), has too few or too many, or some are
+            not positive.
     """
     missing = [
         layer for layer in range(len(layers)) if not {key_scale_name(layer), value_scale_name(layer)} <= tensors.keys()
@@ -99,7 +100,7 @@ def _pick_heads(
         return scales.repeat(num_kv_heads)
     first = shard * len(scales) // num_shards
     picked = scales[first : first + num_kv_heads]
-    # Shards divide the heads among them; where there are fewer heads than shards, some hold the same one.
+    # Heads are divided among the shards; if there are fewer heads than shards, some shards hold the same head.
     if len(picked) != num_kv_heads or len(scales) not in (num_kv_heads * num_shards, *range(1, num_shards)):
         raise ConfigError(
             f"{source}: {name} has {len(scales)} scales, which do not fit {num_kv_heads} KV heads on each of "
@@ -118,14 +119,14 @@ def load_kv_scales(
     shard: int = 0,
     num_shards: int = 1,
 ) -> list[LayerScales]:
-    """Static scales of a KV dtype that needs them: the file's, or without one those of the model's checkpoint.
+    """Loads static scales for a KV dtype that needs them: from the file, or without one from the model's checkpoint.
 
     Args:
         model: a ModelAdapter, which may be a `BringsKVScales`.
         layers: of this shard.
 
     Raises:
-        ConfigError: there are none, or they do not fit the layers.
+        ConfigError: there are no scales, or they do not match the layers.
     """
     if file:
         return read_kv_scales(file, layers, device, shard=shard, num_shards=num_shards)
@@ -139,7 +140,7 @@ def load_kv_scales(
 
 
 def warn_of_unsafe_scales(scales: Sequence[LayerScales], spec: ModelSpec) -> None:
-    """Logs a warning where all scales are 1.0, which is no calibration, and nothing in the model bounds its keys."""
+    """Logs a warning if all scales are 1.0, which is no calibration, and nothing in the model bounds its keys."""
     if spec.has_qk_norm or not all(bool((scale == 1).all()) for layer in scales for scale in layer):
         return
     logger.warning(

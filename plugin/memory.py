@@ -1,6 +1,6 @@
-"""Memory of a device and of the container around this process, and what of it a KV cache may take.
+"""Memory of a device and of this process's container, and how much of it a KV cache may use.
 
-The paged backend, the contiguous one and `pagedkv plan` all ask here.
+Used by the paged backend, the contiguous one and `pagedkv plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagedkv.plugin.errors import ConfigError
 _SIZE = TypeAdapter(ByteSize)
 
 MAX_HOST_SHARE = 0.5
-"""Of the available host memory: other programs live there too, and swapping is worse than a small pool."""
+"""Largest share of the available host memory. Other programs need some too, and swapping is worse than a small pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,16 @@ class DeviceMemory:
 
     total_bytes: int
     free_bytes: int
-    """Taken by nobody; for host memory, what can be had without swapping."""
+    """Unused memory; for host memory, what is available without swapping."""
     is_host: bool
 
 
 def compute_pool_bytes(fraction: float, memory: DeviceMemory, *, used_bytes: int, activation_bytes: int) -> int:
-    """What a share of a device leaves for the pool, at least 0.
+    """Bytes of the pool by `cache.memory_fraction`; at least 0.
 
-    Of a GPU, `fraction` of all its memory is for weights, activations and pool together, as far as others left it
-    free. Of host memory, where weights are gone from the free part already, `fraction` of half of that part.
+    On a GPU, weights, activations and pool together may use `fraction` of all its memory, as far as other programs
+    leave it free. On a host, the pool may use `fraction` of half of the free memory, from which weights are already
+    subtracted.
     """
     if memory.is_host:
         return max(0, int(memory.free_bytes * MAX_HOST_SHARE * fraction) - activation_bytes)
@@ -44,10 +45,10 @@ def compute_pool_bytes(fraction: float, memory: DeviceMemory, *, used_bytes: int
 
 
 def read_device_memory(device: torch.device) -> DeviceMemory:
-    """Asks CUDA (or ROCm) for a GPU, the operating system for every other device.
+    """Reads a device's memory: from CUDA (or ROCm) for a GPU, else from the operating system.
 
     Raises:
-        ConfigError: the operating system does not tell.
+        ConfigError: the operating system does not report it.
     """
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -56,10 +57,10 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
 
 
 def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
-    """Memory of this machine, or of the container (cgroup v1 or v2) where that is less.
+    """Reads the memory of this machine, or of its container (cgroup v1 or v2) if that is less.
 
     Raises:
-        ConfigError: neither /proc nor sysconf tells.
+        ConfigError: neither /proc nor sysconf reports it.
     """
     total_bytes, free_bytes = _read_meminfo(proc) or _read_sysconf()
     for limit_bytes, taken_bytes in _read_cgroup_limits(proc, cgroups):
@@ -87,7 +88,7 @@ def _read_sysconf() -> tuple[int, int]:
 
 
 def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yields (limit, taken) in bytes of this process's group and of every group above it."""
+    """Yields (limit, used) in bytes of this process's group and of every group above it."""
     for line in _read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -96,7 +97,7 @@ def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
             root, limit_name, taken_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # Inside a container the path may be the host's, which is not here; the root is then the container's own group.
+        # In a container the path may be the host's and not exist here; the root is then the container's own group.
         group = root / path.strip("/")
         for folder in (group, *group.parents):
             limit, taken = _read_text(folder / limit_name).strip(), _read_text(folder / taken_name).strip()
@@ -107,7 +108,7 @@ def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _read_reclaimable_bytes(folder: Path) -> int:
-    """File pages that the kernel drops before it runs out: a checkpoint just read would else look like used memory."""
+    """File pages that the kernel can drop. Without this a checkpoint that was just read would count as used memory."""
     stat = dict(line.split(" ", 1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
 
@@ -120,13 +121,13 @@ def _read_text(path: Path) -> str:
 
 
 def parse_bytes(text: str, what: str) -> int:
-    """A size as the config file takes it: "80GiB", "24GB", "512".
+    """Parses a size as in the config file: "80GiB", "24GB", "512".
 
     Args:
-        what: names the size in the error, as "--device-memory".
+        what: name of the size for the error message, for example "--device-memory".
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
     try:
         return int(_SIZE.validate_python(text))
@@ -135,7 +136,7 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """As people read it: 97.66 KiB, 4 GiB."""
+    """Formats a size for people: 97.66 KiB, 4 GiB."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

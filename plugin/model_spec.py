@@ -1,4 +1,4 @@
-"""What a model is, before its weights are loaded: all that the budget, the planner and the kernels need to know."""
+"""Facts about a model that are known before its weights are loaded, for the budget, the planner and the kernels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Head dimension of queries and keys."""
     v_head_dim: int
-    """Of values and of the output."""
+    """Head dimension of values and of the output."""
     sliding_window: int | None = None
     """A query sees itself and the `sliding_window - 1` tokens before it; None sees all."""
     softcap: float | None = None
@@ -32,11 +32,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A checkpoint's facts, for one shard of it."""
+    """Facts about one shard of a checkpoint."""
 
     architecture: str
     dtype: torch.dtype
-    """Of the weights as the checkpoint states them."""
+    """Dtype of the weights in the checkpoint."""
     layers: tuple[AttentionSpec, ...]
     """The attention layers, in order; their number in the tuple is the layer index everywhere."""
     vocab_size: int
@@ -47,14 +47,14 @@ class ModelSpec:
     bos_token_id: int | None
     pad_token_id: int | None
     num_parameters: int | None = None
-    """Of the whole model; None where the configuration alone can't tell."""
+    """Parameters of the whole model; None if the configuration does not determine them."""
     has_qk_norm: bool = False
     kv_scales_dtype: str | None = None
-    """Name of the KV dtype for which the checkpoint brings scales of keys and values; None where it brings none."""
+    """Name of the KV dtype for which the checkpoint contains scales of keys and values; None if it contains none."""
 
     @property
     def sliding_window(self) -> int | None:
-        """The window that every layer has, or None where at least one layer sees all."""
+        """The window that all layers have, or None if at least one layer sees all tokens."""
         windows = {layer.sliding_window for layer in self.layers}
         return None if None in windows or not windows else max(w for w in windows if w is not None)
 

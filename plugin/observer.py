@@ -1,5 +1,6 @@
-"""What a server tells those who watch it: the end of each request, each refusal, each step. Metrics, traces and the
-log are such watchers; none is needed to serve, and one that fails costs no request anything."""
+"""Observers of a server: called at the end of each request, at each refusal, and after each step.
+
+Metrics, traces and the log are observers. None is needed to serve, and one that raises does not affect any request."""
 
 from __future__ import annotations
 
@@ -17,30 +18,30 @@ logger = logging.getLogger(__name__)
 
 
 class Outcome(str, Enum):
-    """How a request that was taken ended."""
+    """How an accepted request ended."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
     ABORTED = "aborted"
-    """The client ended it, or went away."""
+    """The client cancelled it or disconnected."""
     ABANDONED = "abandoned"
-    """No step was asked for it for so long that its client is taken for dead."""
+    """No step was requested for it within the timeout, so its client is considered dead."""
     FAILED = "failed"
     """A step failed."""
 
 
 class Refusal(str, Enum):
-    """Why requests were not taken."""
+    """Why requests were refused."""
 
     INVALID = "invalid"
-    """Wrong in itself, or asking for what is not supported."""
+    """The request is invalid or uses something unsupported."""
     TOO_LONG = "too_long"
     """Longer than the model, the limits or the whole cache can ever hold."""
     DUPLICATE = "duplicate"
-    """Of an id that is in use."""
+    """The id is in use."""
     UNKNOWN_BATCH = "unknown_batch"
-    """Sent along with a running batch that is not here."""
+    """The call names a running batch that does not exist."""
     NOT_READY = "not_ready"
     """Before the warm-up."""
     DRAINING = "draining"
@@ -48,7 +49,7 @@ class Refusal(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """What there is to tell of a request once it has ended. Times are of time.monotonic."""
+    """Facts about a request that has ended. Times are of `time.monotonic`."""
 
     request_id: RequestId
     outcome: Outcome
@@ -58,27 +59,27 @@ class RequestEnd:
     num_generated_tokens: int
     arrived_s: float
     admitted_s: float | None
-    """When a step first ran it; None where it got no token, or the backend does not tell."""
+    """When a step first ran it; None if it got no token, or the backend does not report it."""
     first_token_s: float | None
     ended_s: float
     trace_context: Mapping[str, str] = field(default_factory=dict)
-    """Where the request's trace goes on from: W3C's "traceparent" and "tracestate", as the client sent them."""
+    """Trace context that the client sent: W3C's "traceparent" and "tracestate"."""
     prompt: str | None = None
-    """Only where the configuration asks for it."""
+    """Prompt text; set only if the configuration asks for it."""
 
     @property
     def queue_s(self) -> float | None:
-        """From the arrival to the first step."""
+        """Time from the arrival to the first step."""
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From the arrival to the first token."""
+        """Time from the arrival to the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None where there is none. A request's end is that of its last token."""
+        """Mean time per token after the first; None if there is none. A request ends with its last token."""
         if self.first_token_s is None or self.num_generated_tokens < 2:
             return None
         return (self.ended_s - self.first_token_s) / (self.num_generated_tokens - 1)
@@ -89,10 +90,10 @@ class RequestEnd:
 
 
 class RequestObserver(Protocol):
-    """Hears of requests. Called between steps, so that it must be quick: it counts, or hands over to a thread."""
+    """Is called for requests, between steps. It must be quick: count, or pass work to another thread."""
 
     def on_first_token(self, queue_s: float | None, ttft_s: float) -> None:
-        """A request got its first token; the times are those that its `RequestEnd` will have."""
+        """Called when a request got its first token. Its `RequestEnd` will have the same times."""
 
     def on_end(self, end: RequestEnd) -> None: ...
 
@@ -100,18 +101,18 @@ class RequestObserver(Protocol):
 
 
 class StepObserver(Protocol):
-    """Hears of steps, on the thread that runs them, and must be quick as well."""
+    """Is called for steps, on the thread that runs them. It must be quick too."""
 
     def on_step(self, duration_s: float, stats: BackendStats) -> None:
-        """A step has run; `stats` are of after it, when those who ended in it are gone."""
+        """Called after a step. `stats` are those after the step, without the requests that ended in it."""
 
     def on_change(self, stats: BackendStats) -> None:
-        """Requests came or went otherwise."""
+        """Called when requests were added or ended outside of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Whoever watches one server. A watcher that raises is logged and passed over."""
+    """All observers of one server. If an observer raises, the error is logged and ignored."""
 
     requests: tuple[RequestObserver, ...] = ()
     steps: tuple[StepObserver, ...] = ()

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[T]):
-    """An entry-point group and the interface that its plugins fit."""
+    """An entry-point group and the interface that its plugins implement."""
 
     name: str
     interface: type[T]
@@ -65,11 +65,11 @@ def list_entry_points(group: Group[Any]) -> list[EntryPoint]:
 
 
 def load_plugin(group: Group[T], name: str) -> type[T]:
-    """Imports the plugin of this name and checks that it fits the group's interface.
+    """Imports the plugin of this name and checks that it implements the group's interface.
 
     Raises:
-        PluginError: unknown name (the known ones are listed), two distributions with this name, a failing import
-            (with the distribution that brought it), or a class that does not fit.
+        PluginError: unknown name (the message lists the known ones), two distributions with this name, a failing import
+            (with the name of its distribution), or a class that does not implement the interface.
     """
     points = list_entry_points(group)
     named = [point for point in points if point.name == name]
@@ -100,7 +100,7 @@ def load_entry_point(group: Group[T], point: EntryPoint) -> type[T]:
 
 
 def find_interface_faults(plugin: object, interface: type) -> list[str]:
-    """What keeps a class from fitting an interface; empty when it fits. Types are not compared."""
+    """Returns what a class lacks of an interface; empty if it implements it. Types are not compared."""
     if not inspect.isclass(plugin):
         return [f"it names {plugin!r}, which is no class"]
     version = getattr(plugin, "interface_version", None)

@@ -1,4 +1,4 @@
-"""What goes into a backend and what comes out: requests, sampling parameters, step outputs. Tokens only, no text."""
+"""Input and output of a backend: requests, sampling parameters, step outputs. Tokens only, no text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NewType
 from pagedkv.plugin.errors import RequestError
 
 RequestId = NewType("RequestId", int)
-"""Names one live request in one backend: 0 ≤ id < 2**64, free again after the request's end."""
+"""Id of a live request in one backend: 0 ≤ id < 2**64. It may be used again after the request's end."""
 
 MAX_TOP_N_TOKENS = 1000
 MAX_NEW_TOKENS = 2**31 - 1
 
 
 class FinishReason(str, Enum):
-    """Why a request ended. Where several hold in one step, the first in this order is reported."""
+    """Why a request ended. If several reasons apply in one step, the first in this order is reported."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
@@ -45,7 +45,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """Stop strings, matched literally at the end of the generated text; a backend ignores them, the text layer acts."""
+    """Stop strings, matched literally at the end of the generated text. A backend ignores them; the text layer acts."""
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -53,7 +53,7 @@ class SamplingParams:
     top_p: float = 1.0
     typical_p: float = 1.0
     seed: int | None = None
-    """Fixes the sampled tokens whatever the batch around the request; None draws a fresh seed."""
+    """Makes the sampled tokens repeatable, whatever else is in the batch; None draws a new seed."""
     repetition_penalty: float = 1.0
     """score < 0 ? score × p : score / p for each token of prompt and output; 1.0 is off."""
     frequency_penalty: float = 0.0
@@ -111,12 +111,12 @@ WORST_SAMPLING = SamplingParams(
     watermark=True,
     top_n_tokens=20,
 )
-"""Every option that costs work or memory, for the largest step of a warm-up."""
+"""Sampling parameters with every option that costs work or memory, for the largest step of a warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """What makes the KV of equal tokens differ. Blocks are shared within one namespace, never across."""
+    """A namespace of the prefix cache. Blocks are shared within one namespace, never between two."""
 
     salt: str = ""
     """Set by trusted infrastructure, one a tenant, so that no tenant can probe another's prefixes."""
@@ -133,8 +133,8 @@ class Request:
     params: SamplingParams
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     parent_id: RequestId | None = None
-    """A live request in the same namespace to fork from: the KV of the common beginning of both is shared, the block
-    that holds its end is copied on the first write. Only saves work: a backend without sharing computes it all."""
+    """A live request in the same namespace to fork from. Both share the KV of their common beginning; the block that
+    holds its end is copied on the first write. This only saves work: a backend without sharing computes all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +152,17 @@ class StepOutput:
     token: TokenLogprob
     """The chosen token; its log-probability is taken after penalties and warpers."""
     top_tokens: tuple[TokenLogprob, ...]
-    """The model's own best `top_n_tokens`, best first; ties with the last one are included, equal scores by id."""
+    """The model's `top_n_tokens` best tokens, best first; includes ties with the last one. Equal scores are by id."""
     prefill_logprobs: tuple[float, ...] | None
-    """In the first output of a request that asked for it: one a prompt token, the first NaN. Else None."""
+    """In the first output of a request that asked for it: one a prompt token, the first is NaN. Otherwise None."""
     num_cached_tokens: int
     """Prompt tokens whose KV was found instead of computed when the request was first admitted."""
     finish_reason: FinishReason | None
-    """LENGTH or EOS_TOKEN in the last output of the request, after which the backend has released it; else None."""
+    """LENGTH or EOS_TOKEN in the last output of the request, which the backend has then released; otherwise None."""
     seed: int | None
-    """The seed in use when the request samples, so that the run can be repeated; None when it is greedy."""
+    """The seed of a request that samples, so that the run can be repeated; None for a greedy one."""
     admitted_s: float | None = field(default=None, compare=False)
-    """When a step first ran the request, of time.monotonic; None where the backend does not tell."""
+    """When a step first ran the request, of `time.monotonic`; None if the backend does not report it."""
 
 
 def find_finish_reason(

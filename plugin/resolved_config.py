@@ -1,6 +1,7 @@
-"""The configuration as resolved: every "auto" answered, nothing left out. Made from the written one and the model.
+"""The resolved configuration, made from the written one and the model: every "auto" is replaced by a value.
 
-Two types, so that a type checker proves that nothing unresolved is left where the engine reads its settings.
+The written and the resolved configuration are two types, so that a type checker proves that the engine never reads an
+unresolved value.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ class ModelSettings:
     path: str
     adapter: str
     revision: str
-    """Empty is the default revision."""
+    """Revision of a model on the hub; empty is the default one."""
     trust_remote_code: bool
     allow_pickle: bool
     decoder: str = "auto"
-    """A plugin's name, as `kernels`; "off" is none."""
+    """Name of a plugin; "off" uses no decoder kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFraction:
-    """Pool budget: what a share of the device leaves beside weights and activations."""
+    """Pool budget: a fraction of the device's memory, less weights and activations."""
 
     fraction: float
 
@@ -68,7 +69,7 @@ class CacheSettings:
     budget: MemoryBudget
     overcommit: float
     kv_scales: str = ""
-    """File of static scales; empty where there is none, or the checkpoint brings them."""
+    """File of static scales; empty if there is none, or the checkpoint contains them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ class SchedulerSettings:
     max_num_sequences: int
     block_size: int
     max_gap_s: float = 0.0
-    """Between two tokens of a running stream; 0 is no bound."""
+    """Longest time between two tokens of a running stream, in seconds; 0 is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """The configuration with every question answered. Made by `resolve_config` alone."""
+    """The configuration without any "auto" or None. Only `resolve_config` makes it."""
 
     backend: str
     model: ModelSettings
@@ -92,15 +93,15 @@ class ResolvedConfig:
     cache: CacheSettings
     scheduler: SchedulerSettings
     kernels: str
-    """A plugin's name; the plugin `auto` picks by device when it is made."""
+    """Name of a plugin. The plugin `auto` picks by device when it is created."""
     graph_batch_sizes: tuple[int, ...]
-    """Ascending; empty is off."""
+    """Batch sizes of CUDA graphs, ascending; empty is off."""
     max_input_tokens: int
     max_total_tokens: int
 
 
 def resolve_model_settings(config: Config) -> ModelSettings:
-    """What is needed to describe the model. Raises ConfigError where no model is named."""
+    """Returns the settings that describe the model. Raises ConfigError if no model is named."""
     section = config.model
     if not section.path:
         raise ConfigError("no model is named: give its directory (model.path)")
@@ -115,14 +116,14 @@ def resolve_model_settings(config: Config) -> ModelSettings:
 
 
 def resolve_config(config: Config, model: ModelSpec, device: torch.device | None = None) -> ResolvedConfig:
-    """Answers every "auto" from the model and the machine.
+    """Replaces every "auto" by a value, from the model and the machine.
 
     Args:
-        device: to plan for, whether this machine has it or not; None is the one that the config names.
+        device: device to plan for, even if this machine does not have it; None is the one that the config names.
 
     Raises:
-        ConfigError: a device that is not here, limits beyond the model's positions or in contradiction, scales from
-            a file for a KV dtype that takes none.
+        ConfigError: the device does not exist here, limits exceed the model's positions or contradict each other, or
+            a file of scales is set for a KV dtype that uses none.
     """
     device = device or _resolve_device(config.model.device)
     dtype = _resolve_dtype(config.model.dtype, model.dtype, device)
@@ -176,7 +177,7 @@ def _resolve_device(name: str) -> torch.device:
 def _resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     if name != AUTO:
         return TORCH_DTYPES[name]
-    # Without 16-bit instructions torch widens every operand of a product: slower than float32, and less exact.
+    # Without 16-bit instructions torch converts every operand of a product: slower than float32, and less exact.
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return checkpoint

@@ -1,4 +1,4 @@
-"""What a backend counts. Counters only grow; gauges tell the present. Every backend fills the same names."""
+"""Statistics of a backend. Counters only grow; gauges are current values. Every backend uses the same names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pagedkv.plugin.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Of a cache manager."""
+    """Statistics of a cache manager."""
 
     num_total_blocks: int
     num_used_blocks: int
-    """Held by at least one sequence."""
+    """Blocks that at least one sequence holds."""
     num_cached_blocks: int
-    """Reference count 0, content kept."""
+    """Blocks with reference count 0 whose content is kept."""
     num_free_blocks: int
     num_used_slots: int
     """Slots of used blocks that hold a token; a shared block counts once."""
@@ -37,12 +37,12 @@ class SchedulerStats:
     preemptions: int
     """Counter."""
     recomputed_tokens: int
-    """Counter: tokens computed again after a preemption; prefix hits of a readmission are not among them."""
+    """Counter: tokens computed again after a preemption, without those found in the prefix cache again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """Of a backend. A contiguous backend reports its reservation in units of one slot a block."""
+    """Statistics of a backend. A contiguous backend counts one slot as one block."""
 
     running: int
     waiting: int
@@ -63,22 +63,22 @@ class BackendStats:
     saved_prefill_tokens: int
     """Counter: prompt tokens of first admissions that were not computed, by a hit or a fork."""
     prompt_tokens: int
-    """Counter: prompt tokens of all requests taken."""
+    """Counter: prompt tokens of all accepted requests."""
     generated_tokens: int
     """Counter."""
     recomputed_tokens: int
     """Counter: computed again after a preemption."""
     computed_prefill_tokens: int
-    """Counter: tokens that steps ran of prompts, and again after preemptions."""
+    """Counter: tokens computed in steps for prompts, and again after preemptions."""
     computed_decode_tokens: int
-    """Counter: tokens that steps ran one at a time, each to get the next."""
+    """Counter: tokens computed in steps one at a time, each to generate the next."""
     preemptions: int
     evictions: int
     copies: int
     steps: int
 
     def keys(self) -> list[str]:
-        """All names, so that `dict(stats)` and `stats["running"]` work."""
+        """All names. With this `dict(stats)` and `stats["running"]` work."""
         ratios = ["block_utilization", "fragmentation", "prefix_cache_hit_rate"]
         return [field.name for field in fields(self)] + ratios
 
@@ -90,24 +90,24 @@ class BackendStats:
 
     @property
     def block_utilization(self) -> float:
-        """Used blocks of all blocks, 0..1."""
+        """Share of blocks that are used, 0..1."""
         return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
     @property
     def fragmentation(self) -> float:
-        """Unfilled slots of the slots in used blocks, 0..1."""
+        """Share of the slots of used blocks that hold no token, 0..1."""
         num_slots = self.num_used_blocks * self.block_size
         return 1 - self.num_used_slots / num_slots if num_slots else 0.0
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Hit tokens of queried tokens, 0..1."""
+        """Share of queried tokens that were found, 0..1."""
         return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a backend counts itself. They only grow, also over a second warm-up."""
+    """The backend's own counters. They only grow; a second warm-up does not reset them."""
 
     num_requests: int = 0
     prompt_tokens: int = 0

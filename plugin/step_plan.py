@@ -1,4 +1,4 @@
-"""What a scheduler decides for one step. A sequence is a request that a backend has taken; they share the id."""
+"""A scheduler's plan for one step. A sequence is a request that a backend has accepted; both have the same id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BlockId = NewType("BlockId", int)
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence as the scheduler first hears of it."""
+    """A sequence that is added to the scheduler."""
 
     id: RequestId
     prompt_ids: Sequence[int]
@@ -22,12 +22,12 @@ class NewSequence:
     parent_id: RequestId | None = None
     """Fork from this live sequence: see `Request.parent_id`."""
     may_reuse_prefix: bool = True
-    """False where every prompt token must be computed, as for prompt log-probabilities."""
+    """False if every prompt token must be computed, as for prompt log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: the content of `source` goes to `target`, scales too, before anything is stored in the step."""
+    """A copy of a block for copy-on-write: `source` is copied to `target`, with scales, before the step stores."""
 
     source: BlockId
     target: BlockId
@@ -35,14 +35,14 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """The tokens [start, start + num_tokens) of a sequence run in this step."""
+    """A row of a plan: the tokens [start, start + num_tokens) of a sequence run in this step."""
 
     id: RequestId
     start: int
     """num_computed_tokens before the step."""
     num_tokens: int
     block_table: Sequence[int]
-    """Covers start + num_tokens tokens; read only, and only until the step is committed."""
+    """Covers start + num_tokens tokens. Read only, and valid only until the step is committed."""
     is_last_chunk: bool
     """Whether num_computed_tokens catches up with num_tokens, so that a token is sampled."""
     num_cached_tokens: int
@@ -51,13 +51,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows with one token come first. Empty when nothing can or need run."""
+    """The rows of a step. Rows with one token come first. Empty if no sequence can run."""
 
     step: int
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[RequestId, ...] = ()
-    """Sequences that lost their blocks in this step; they wait to be computed again."""
+    """Sequences whose blocks were taken in this step. They wait and are computed again."""
 
     @property
     def num_tokens(self) -> int:
