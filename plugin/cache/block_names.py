@@ -1,8 +1,8 @@
 """Names of full blocks: a hash chain over everything that the KV of a block depends on.
 
-The root names what makes the KV of equal tokens differ; each block's name hashes its parent's name and its tokens, so
-one name stands for a whole prefix. BLAKE2b (RFC 7693): cryptographic, so that no tenant can craft a prompt that
-collides with another's, and the fastest such hash of hashlib on inputs of this size.
+The root hashes what makes the KV of equal tokens differ. Each block's name hashes its parent's name and its tokens, so
+one name identifies a whole prefix. BLAKE2b (RFC 7693) is cryptographic, so that no tenant can make a prompt that
+collides with another's, and it is the fastest such hash of hashlib on inputs of this size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pagedkv.plugin.requests import CacheNamespace
 
 NAME_BYTES = 32
 
-# The two `person`s keep hashes of roots and of blocks apart, whatever their inputs.
+# Different `person` values keep hashes of roots and of blocks apart, whatever their inputs.
 _ROOT_PERSON = b"pagedkv root 1"
 _BLOCK_PERSON = b"pagedkv block 1"
 _BLOCK_HASHER = hashlib.blake2b(digest_size=NAME_BYTES, person=_BLOCK_PERSON)
 
 
 def hash_root(namespace: CacheNamespace, kv_dtype_name: str, block_size: int) -> bytes:
-    """Names the empty prefix. Every field goes in with its type and length, so no two sets of fields run together."""
+    """Returns the name of the empty prefix. Hashes every field with its type and length, so that fields can't merge."""
     fields = (
         ("salt", namespace.salt),
         ("adapter_id", namespace.adapter_id),
@@ -38,15 +38,15 @@ def hash_root(namespace: CacheNamespace, kv_dtype_name: str, block_size: int) ->
 
 
 def hash_block(payload: bytes) -> bytes:
-    """Names a block by `payload`: its parent's name (32 bytes), then its tokens (4 bytes each)."""
-    # Copying a prepared hasher takes half the time of making one with its parameters.
+    """Returns the name of a block: the hash of its parent's name (32 bytes), then its tokens (4 bytes each)."""
+    # Copying a prepared hasher takes half the time of creating one with its parameters.
     hasher = _BLOCK_HASHER.copy()
     hasher.update(payload)
     return hasher.digest()
 
 
 class BlockNames:
-    """Names of one sequence's full blocks, each computed when it is first asked for and kept."""
+    """Names of one sequence's full blocks. Each is computed when it is first needed, and kept."""
 
     __slots__ = ("_block_size", "_packed", "_packed_end", "_packed_start", "_root", "_token_ids", "names", "payloads")
 
@@ -58,12 +58,12 @@ class BlockNames:
         self._packed_start = 0
         self._packed_end = 0
         self.names: list[bytes] = []
-        """By block, as far as `extend` got."""
+        """One name for each block that `extend` has reached."""
         self.payloads: list[bytes] = []
-        """What each name is the hash of: compared on a hit, so that a collision is a miss."""
+        """The payload of each name. It is compared on a hit, so that a collision is a miss."""
 
     def extend(self, num_blocks: int) -> None:
-        """Computes the names still missing of the first `num_blocks` blocks, which must be full."""
+        """Computes the missing names of the first `num_blocks` blocks, which must be full."""
         token_bytes = 4 * self._block_size
         for index in range(len(self.names), num_blocks):
             if index >= self._packed_end:
@@ -75,7 +75,7 @@ class BlockNames:
             self.names.append(hash_block(payload))
 
     def _pack(self, start: int) -> None:
-        """Packs all full blocks from `start` at once, ten times faster than block by block for a long prompt."""
+        """Packs all full blocks from `start` at once: ten times faster than one by one for a long prompt."""
         self._packed_start = start
         self._packed_end = len(self._token_ids) // self._block_size
         tokens = self._token_ids[start * self._block_size : self._packed_end * self._block_size]

@@ -1,4 +1,4 @@
-"""The blocks of the cache and who holds them: free, cached, or used. Every operation takes constant time a block."""
+"""The pool of blocks and their reference counts. Every operation takes constant time a block."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pagedkv.plugin.errors import IntegrityError
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks - 1.
+    """A pool of the blocks 0 … num_blocks - 1.
 
-    A block is free (no holder, no content), cached (no holder, content kept until it is evicted) or used (at least
-    one holder). Methods that take several blocks never check for room: the caller has counted.
+    A block is free (reference count 0, no content), cached (reference count 0, content kept until it is evicted) or
+    used (reference count at least 1). Methods do not check whether enough blocks are there: the caller has counted.
     """
 
     __slots__ = ("_cached", "_free", "num_blocks", "ref_counts")
@@ -20,10 +20,10 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        """Holders by block; read only."""
-        # A stack: the block freed last is the one whose memory is still in the processor's caches.
+        """Reference count of each block; read only."""
+        # A stack: the memory of the block freed last is still in the processor's caches.
         self._free = list(range(num_blocks - 1, -1, -1))
-        # Least recently used first. A plain dict would search its first entry past all the deleted ones.
+        # Least recently used first. To find its first entry, a plain dict would walk past all deleted ones.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -39,7 +39,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Turns free blocks into used ones with one holder each."""
+        """Takes free blocks, with reference count 1."""
         assert num_blocks <= len(self._free), "the caller counts, and evicts first"
         split = len(self._free) - num_blocks
         blocks = self._free[split:]
@@ -50,7 +50,7 @@ class BlockPool:
         return blocks
 
     def share(self, block: int) -> None:
-        """Adds a holder to a cached or used block."""
+        """Adds a reference to a cached or used block."""
         if self.ref_counts[block] == 0:
             if block not in self._cached:
                 raise IntegrityError(f"block {block} is free; only a block with content can be shared")
@@ -58,10 +58,10 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, block: int, *, keep_content: bool) -> None:
-        """Takes a holder away. Without holders, a block with content to keep is cached, as the most recently used.
+        """Removes a reference. At 0, a block whose content is kept becomes cached, as the most recently used.
 
         Raises:
-            IntegrityError: nobody holds the block.
+            IntegrityError: the reference count is 0 already.
         """
         ref_count = self.ref_counts[block]
         if ref_count == 0:
@@ -74,12 +74,12 @@ class BlockPool:
                 self._free.append(block)
 
     def touch(self, block: int) -> None:
-        """Makes a block, if it is cached, the most recently used one."""
+        """Marks a block as the most recently used one, if it is cached."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
     def evict(self) -> int:
-        """Frees the least recently used cached block and says which it was."""
+        """Frees the least recently used cached block and returns its id."""
         block, _ = self._cached.popitem(last=False)
         self._free.append(block)
         return block
@@ -88,7 +88,7 @@ class BlockPool:
         return block in self._cached
 
     def check_integrity(self, num_holders: Mapping[int, int]) -> None:
-        """Compares with holders counted from the block tables.
+        """Compares the pool with reference counts taken from the block tables.
 
         Raises:
             IntegrityError: a wrong reference count; free, cached and used blocks overlap or do not sum to all.

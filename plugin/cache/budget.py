@@ -1,6 +1,6 @@
-"""How many blocks a pool gets: from a memory budget, the machine, and what is taken already.
+"""Computes the number of blocks of a pool from the memory budget, the machine, and the memory in use.
 
-`size_pool` is what a backend calls once at warm-up, on every rank; `count_blocks` is its arithmetic, for a plan too.
+A backend calls `size_pool` once at warm-up, on every rank. `count_blocks` is the arithmetic, also for `pagedkv plan`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ def size_pool(
     min_num_blocks: int,
     max_num_blocks: int | None = None,
 ) -> int:
-    """Decides the number of blocks, the same one on every rank. Collective: all ranks call it, or none.
+    """Decides the number of blocks, the same on every rank. Collective: all ranks must call it.
 
     Args:
         bytes_per_block: of all layers together, scales included.
-        used_bytes: what this process holds on the device already, weights above all. Of CUDA's memory, give unused
-            cached memory back first (`torch.cuda.empty_cache`), it counts as taken.
-        activation_bytes: the most that one step needs beside weights and pool.
-        min_num_blocks: blocks that one request of the limits takes.
-        max_num_blocks: beyond which more blocks are of no use; bounds a fraction of memory, not a size that was asked
-            for outright. None is no bound.
+        used_bytes: memory that this process already holds on the device, mainly weights. On CUDA, call
+            `torch.cuda.empty_cache` first: unused cached memory counts as used.
+        activation_bytes: the most that one step needs in addition to weights and pool.
+        min_num_blocks: blocks that the longest request of the limits needs.
+        max_num_blocks: limit above which more blocks are useless. Applies to a budget that is a fraction of memory, not
+            to an explicit size. None is no limit.
 
     Raises:
-        CapacityError: the budget does not hold one request; raised on all ranks alike.
-        ConfigError: the free memory can't be found out on this system.
+        CapacityError: one request does not fit into the budget; raised on all ranks.
+        ConfigError: this system does not report its free memory.
     """
     num_blocks = count_blocks(
         budget,
@@ -46,7 +46,7 @@ def size_pool(
         activation_bytes=activation_bytes,
         max_num_blocks=max_num_blocks,
     )
-    # Checked only after agreeing: a rank that raised before would leave the others waiting for it.
+    # Check only after all ranks agree: if a rank raised before, the others would wait for it.
     num_blocks = agree_on_minimum(num_blocks)
     if num_blocks < min_num_blocks:
         raise CapacityError(
@@ -64,10 +64,10 @@ def count_blocks(
     activation_bytes: int,
     max_num_blocks: int | None = None,
 ) -> int:
-    """Blocks of one rank alone; arguments as in `size_pool`.
+    """Computes the number of blocks of one rank. Arguments are those of `size_pool`.
 
     Args:
-        memory: needed for a budget that is a fraction of it.
+        memory: of the device; needed for a budget that is a fraction of it.
     """
     if isinstance(budget, MemoryBlocks):
         return budget.num_blocks
@@ -80,7 +80,7 @@ def count_blocks(
 
 
 def agree_on_minimum(value: int) -> int:
-    """The least value over all ranks of torch.distributed; the value itself where it is not initialized."""
+    """Returns the least value over all ranks of torch.distributed, or the value itself if it is not initialized."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
     has_gloo = "gloo" in torch.distributed.get_backend_config()

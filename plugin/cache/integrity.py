@@ -1,4 +1,4 @@
-"""Recomputes a cache manager's bookkeeping from its block tables, the slow and obvious way."""
+"""Recomputes a cache manager's bookkeeping from its block tables, in a slow and simple way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagedkv.plugin.errors import IntegrityError
 def check_integrity(
     sequences: Collection[CachedSequence], pool: BlockPool, index: PrefixIndex, block_size: int
 ) -> None:
-    """Compares pool and index with the open sequences.
+    """Compares the pool and the index with the open sequences.
 
     Raises:
         IntegrityError: see `CacheManager.check_integrity`.
@@ -72,7 +72,7 @@ def _check_names(sequence: CachedSequence, index: PrefixIndex, block_size: int) 
         if payload is None:
             continue
         start = position * block_size
-        # A fork may hold a named block of which it shares only a part, as long as it can't write there.
+        # A fork may hold a named block and share only a part of it, as long as it can't write there.
         if position >= num_full_blocks and sequence.num_writable_tokens > start:
             raise IntegrityError(f"block {block} has a name, but is not full")
         tokens = array("I", sequence.token_ids[start : start + block_size]).tobytes()

@@ -63,7 +63,7 @@ class PagedCacheManager:
         may_reuse_prefix: bool = True,
         is_readmission: bool = False,
     ) -> None:
-        """See `CacheManager.open`. Raises IntegrityError for a sequence that is open."""
+        """See `CacheManager.open`. Raises IntegrityError if the sequence is already open."""
         if seq_id in self._sequences:
             raise IntegrityError(f"sequence {seq_id} is opened, but it is open already")
         root = hash_root(namespace, self._kv_dtype_name, self._block_size) if self._has_prefix_cache else b""
@@ -157,7 +157,7 @@ class PagedCacheManager:
         if sequence.copy_source is not None:
             self._release_copy_source(sequence)
         self._stop_expecting_blocks(sequence, sequence.num_expected_blocks)
-        # The tail becomes the least recently used, so that it is evicted before its parents.
+        # Release the tail first: it then is the least recently used, and is evicted before its parents.
         for index in range(len(sequence.block_table) - 1, -1, -1):
             block = sequence.block_table[index]
             if index < sequence.num_published_blocks and not self._index.is_named(block):
@@ -168,13 +168,13 @@ class PagedCacheManager:
         """See `CacheManager.block_table`.
 
         Returns:
-            An `array("i")`. Read it through the buffer protocol (`numpy.array(table)` copies it), but keep no buffer
-            of it while the sequence may grow: Python refuses to grow an array that is exported.
+            An `array("i")`. `numpy.array(table)` copies it through the buffer protocol. Keep no buffer of it while the
+            sequence may grow: Python can't grow an array that has exported buffers.
         """
         return self._find(seq_id).block_table
 
     def stats(self) -> CacheStats:
-        """See `CacheManager.stats`. Takes time in the number of open sequences, not of blocks."""
+        """See `CacheManager.stats`. Its time grows with the number of open sequences, not of blocks."""
         num_used_blocks = self._pool.num_used
         num_unfilled_slots = count_unfilled_slots(self._sequences.values(), self._pool.ref_counts, self._block_size)
         return CacheStats(
@@ -217,8 +217,8 @@ class PagedCacheManager:
     def _needs_copy(self, sequence: CachedSequence, num_tokens: int) -> bool:
         """Whether the next token goes into a block that others hold or can find.
 
-        Only the block in which the computed tokens end can be such a one: a fork shares nothing beyond it, and a prefix
-        hit ends with a block.
+        Only the block in which the computed tokens end can be shared: a fork shares nothing after it, and a prefix hit
+        ends at the end of a block.
         """
         index, offset = divmod(sequence.num_computed_tokens, self._block_size)
         if offset == 0 or num_tokens <= sequence.num_computed_tokens:
@@ -227,7 +227,7 @@ class PagedCacheManager:
         return self._pool.ref_counts[block] > 1 or self._index.is_named(block)
 
     def _take_hits(self, sequence: CachedSequence, hits: list[int]) -> None:
-        """Holds the hits before any block is evicted, so that none of them is."""
+        """Adds references to the hits before any block is evicted, so that no hit is evicted."""
         if sequence.is_counted and not sequence.block_table and sequence.may_reuse_prefix and self._has_prefix_cache:
             self._num_queried_tokens += len(sequence.token_ids)
             self._num_hit_tokens += len(hits) * self._block_size
@@ -243,7 +243,7 @@ class PagedCacheManager:
         index = sequence.num_computed_tokens // self._block_size
         source = sequence.block_table[index]
         (target,) = self._allocate(1)
-        # The table's hold on the source becomes the copy's, until the next commit.
+        # The table's reference to the source becomes the copy's, until the next commit.
         sequence.block_table[index] = target
         sequence.copy_source = source
         self._num_copies += 1
@@ -253,7 +253,7 @@ class PagedCacheManager:
         num_new_blocks = self._count_blocks(num_tokens) - len(sequence.block_table)
         if num_new_blocks > 0:
             sequence.block_table.extend(self._allocate(num_new_blocks))
-        # Asked for no token to write, the block in which the computed ones end may still be shared.
+        # If no token will be written, the block in which the computed ones end may still be shared.
         if num_tokens > sequence.num_computed_tokens:
             sequence.num_writable_tokens = len(sequence.block_table) * self._block_size
 
@@ -267,7 +267,7 @@ class PagedCacheManager:
         shared = parent.block_table[: self._count_blocks(num_tokens)]
         copied_index = parent.num_computed_tokens // self._block_size
         if parent.copy_source is not None and copied_index < len(shared):
-            # The parent's own block gets its content only when the step runs; the child may be copied in the same step.
+            # The parent's block gets its content only when the step runs; the child's copy may run in the same step.
             shared[copied_index] = parent.copy_source
         for block in shared:
             self._pool.share(block)
@@ -291,7 +291,7 @@ class PagedCacheManager:
             self._index.stop_expecting(sequence.names.names[start:end])
 
     def _publish_blocks(self, sequence: CachedSequence) -> None:
-        """Makes the blocks that are full by now findable; one whose name is taken stays without."""
+        """Adds the blocks that are full by now to the index. A block whose name is taken is not added."""
         num_full_blocks = sequence.num_computed_tokens // self._block_size
         names = sequence.names
         names.extend(num_full_blocks)
@@ -306,10 +306,10 @@ class PagedCacheManager:
             sequence.publish_at_tokens = (num_blocks + 1) * self._block_size
 
     def _publish_or_touch(self, sequence: CachedSequence, index: int) -> None:
-        """Keeps the content of a nameless full block findable after the sequence's end, at least as long as its tail.
+        """Keeps the content of a full block without a name findable after the sequence's end.
 
-        Another block had the name when this one was filled: that one becomes as recent as this one would, or, when it
-        is evicted by now, this one takes the name.
+        Another block had the name when this one was filled. That block is marked as recently used; if it has been
+        evicted, this block gets the name. So the content stays at least as long as that of the sequence's tail.
         """
         names = sequence.names
         names.extend(index + 1)

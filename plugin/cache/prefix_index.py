@@ -1,4 +1,4 @@
-"""Which block holds the content of a name, and which names are about to get one."""
+"""The index from names of block contents to blocks, and the names that running sequences are about to fill."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pagedkv.plugin.errors import IntegrityError
 
 
 class PrefixIndex:
-    """Names and blocks, one to one. A block enters with content that is written, and leaves when it is evicted."""
+    """Maps names to blocks, one to one. A block is added once its content is written, and removed at its eviction."""
 
     __slots__ = ("_block_of", "_entry_of", "_num_writers")
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
-        # By block: its name and the payload that the name is the hash of.
+        # By block: its name and the payload whose hash is the name.
         self._entry_of: dict[int, tuple[bytes, bytes]] = {}
-        # By name: how many sequences hold a block that they will fill with its content.
+        # By name: number of sequences that hold a block which they will fill with this content.
         self._num_writers: dict[bytes, int] = {}
 
     def find(self, name: bytes, payload: bytes) -> int | None:
-        """The block with this content. The payload is compared: a collision of names is a miss."""
+        """Returns the block with this content, or None. Compares the payload: a collision of names is a miss."""
         block = self._block_of.get(name)
         if block is None or self._entry_of[block][1] != payload:
             return None
         return block
 
     def find_prefix(self, names: BlockNames, max_blocks: int) -> list[int]:
-        """The blocks that hold a sequence's beginning, up to the first that is not findable."""
+        """Returns the blocks that hold a sequence's beginning, up to the first block that is not in the index."""
         blocks: list[int] = []
         for position in range(max_blocks):
             if position == len(names.names):
-                # Doubling: a miss at once computes one name, a long hit takes few calls.
+                # Double the number: an immediate miss computes one name, and a long hit takes few calls.
                 names.extend(min(max_blocks, 2 * position + 1))
             block = self.find(names.names[position], names.payloads[position])
             if block is None:
@@ -42,7 +42,7 @@ class PrefixIndex:
         return blocks
 
     def count_pending_prefix(self, names: BlockNames, num_found: int, max_blocks: int) -> int:
-        """Blocks of a sequence's beginning, `num_found` of them found, up to the first that nobody has or fills."""
+        """Counts blocks of a sequence's beginning that are found (`num_found`) or that a running sequence will fill."""
         for position in range(num_found, max_blocks):
             names.extend(position + 1)
             name = names.names[position]
@@ -51,14 +51,14 @@ class PrefixIndex:
         return max(num_found, max_blocks)
 
     def publish(self, block: int, name: bytes, payload: bytes) -> None:
-        """Makes a written block findable, unless the name is taken."""
+        """Adds a written block, unless another block has the name."""
         assert block not in self._entry_of, f"block {block} has a name already"
         if name not in self._block_of:
             self._block_of[name] = block
             self._entry_of[block] = (name, payload)
 
     def forget(self, block: int) -> None:
-        """Makes a block that has a name unfindable."""
+        """Removes a block that has a name."""
         name, _ = self._entry_of.pop(block)
         del self._block_of[name]
 
@@ -66,7 +66,7 @@ class PrefixIndex:
         return block in self._entry_of
 
     def find_payload(self, block: int) -> bytes | None:
-        """What a block's name is the hash of; None for a block without a name."""
+        """Returns the payload of a block's name; None for a block without a name."""
         entry = self._entry_of.get(block)
         return entry[1] if entry else None
 
@@ -74,13 +74,13 @@ class PrefixIndex:
         return iter(self._entry_of)
 
     def expect(self, names: Iterable[bytes]) -> None:
-        """A sequence will fill blocks with these names."""
+        """Records that a sequence will fill blocks with these names."""
         num_writers = self._num_writers
         for name in names:
             num_writers[name] = num_writers.get(name, 0) + 1
 
     def stop_expecting(self, names: Iterable[bytes]) -> None:
-        """Takes back `expect` of one sequence: it has filled the blocks, or will not."""
+        """Undoes `expect` of one sequence: it has filled the blocks, or never will."""
         num_writers = self._num_writers
         for name in names:
             left = num_writers[name] - 1
@@ -90,10 +90,10 @@ class PrefixIndex:
                 del num_writers[name]
 
     def check_integrity(self, num_writers: Counter[bytes]) -> None:
-        """Compares with writers counted from the sequences.
+        """Compares the index with the writers counted from the sequences.
 
         Raises:
-            IntegrityError: names and blocks are not one to one, or a name waits for the wrong number of writers.
+            IntegrityError: names and blocks are not one to one, or a name has the wrong number of expected writers.
         """
         backward = {name: block for block, (name, _) in self._entry_of.items()}
         if backward != self._block_of or len(backward) != len(self._entry_of):

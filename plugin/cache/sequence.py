@@ -1,4 +1,4 @@
-"""What the cache manager knows of one open sequence."""
+"""The cache manager's state of one open sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedkv.plugin.requests import CacheNamespace
 
 
 class CachedSequence:
-    """Block table and progress of a sequence; changed by the cache manager alone."""
+    """Block table and progress of a sequence. Only the cache manager changes it."""
 
     __slots__ = (
         "block_table",
@@ -44,19 +44,19 @@ class CachedSequence:
         self.names = names
         self.may_reuse_prefix = may_reuse_prefix
         self.is_counted = is_counted
-        """Whether its next lookup goes into the prefix counters."""
+        """Whether its next lookup counts in the prefix counters."""
         self.block_table = array("i")
         self.num_computed_tokens = 0
         self.num_writable_tokens = 0
-        """Below this every slot that is still to be written is the sequence's alone; the fast path of `acquire`."""
+        """Every unwritten slot before this one is in a block that only this sequence holds: fast path of `acquire`."""
         self.publish_at_tokens = publish_at_tokens
-        """How many computed tokens fill the next block that is not published."""
+        """Number of computed tokens at which the next unpublished block is full."""
         self.num_published_blocks = 0
-        """Full blocks at the table's beginning that have been offered to the prefix index."""
+        """Full blocks at the table's beginning that have been passed to the prefix index."""
         self.num_expected_blocks = 0
         """The index expects this sequence to fill blocks [num_published_blocks, num_expected_blocks)."""
         self.copy_source: int | None = None
-        """The block that a granted copy will read, held until it has run."""
+        """The source block of a granted copy; referenced until the copy has run."""
 
 
 def count_common_tokens(first: Sequence[int], second: Sequence[int], max_tokens: int) -> int:
@@ -66,9 +66,9 @@ def count_common_tokens(first: Sequence[int], second: Sequence[int], max_tokens:
 
 
 def count_unfilled_slots(sequences: Iterable[CachedSequence], ref_counts: Sequence[int], block_size: int) -> int:
-    """Slots of used blocks that hold no token of a sequence; looks at the ends of the block tables alone."""
+    """Counts slots of used blocks that hold no token. Looks only at the ends of the block tables."""
     num_unfilled = 0
-    # Filled slots, by shared block, as each holder that does not fill it sees them.
+    # By shared block: the numbers of filled slots of those sequences that do not fill it.
     num_filled_by_holder: dict[int, list[int]] = {}
     for sequence in sequences:
         index, offset = divmod(sequence.num_computed_tokens, block_size)

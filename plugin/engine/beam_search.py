@@ -1,4 +1,4 @@
-"""Beam search over a backend: a beam is a request of one token, forked from the beam that it continues.
+"""Beam search over a backend. A beam is a request of one token, forked from the beam that it continues.
 
 Scores, and when to stop, are those of transformers' `generate(num_beams=…)`.
 """
@@ -50,7 +50,7 @@ class BeamSearch:
         self._finished: list[tuple[float, tuple[int, ...]]] = []
 
     def run(self, prompt_ids: Sequence[int]) -> list[tuple[list[int], float]]:
-        """Generated tokens and score of the finished beams, best first. Raises as `Backend.add` and `step` do."""
+        """Returns tokens and score of each finished beam, best first. Raises the errors of `Backend.add` and `step`."""
         beams = [Hypothesis((), 0.0, None)]
         live: list[RequestId] = []
         try:
@@ -72,7 +72,7 @@ class BeamSearch:
         return [(list(token_ids), score) for score, token_ids in self._finished]
 
     def _make_request(self, prompt_ids: Sequence[int], beam: Hypothesis, is_last: bool) -> Request:
-        # The second token is never asked for: it keeps the request alive, so that the next beams can fork from it.
+        # The second token is never generated. It keeps the request alive, so that the next beams can fork from it.
         params = SamplingParams(max_new_tokens=1 if is_last else 2, ignore_eos=True, top_n_tokens=self._num_candidates)
         return Request(self._make_id(), [*prompt_ids, *beam.token_ids], params, parent_id=beam.parent_id)
 
@@ -94,7 +94,7 @@ class BeamSearch:
         return heapq.nlargest(self._num_candidates, continued, key=lambda candidate: candidate.logprob)
 
     def _split_candidates(self, candidates: Sequence[Hypothesis], is_last: bool) -> list[Hypothesis]:
-        """Keeps the best finished ones among the first `num_beams`; the best others go on."""
+        """Collects finished candidates among the first `num_beams`; returns the best others, which continue."""
         going_on: list[Hypothesis] = []
         for rank, candidate in enumerate(candidates):
             if is_last or candidate.token_ids[-1] in self._eos_token_ids:

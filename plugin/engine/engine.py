@@ -39,7 +39,7 @@ MIN_PROMPTS_OF_PROGRESS_BAR = 8
 
 
 class Engine:
-    """A backend, a tokenizer and a loop over steps. May be used from several threads: their requests share steps."""
+    """Generates text with a backend in this process. Several threads may use it: their requests share steps."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Engine:
             config: a TOML file, a mapping (nested, or with dotted keys as "cache.block_size") or a Config.
 
         Raises:
-            ConfigError, PluginError, UnsupportedError, CapacityError: with what to change.
+            ConfigError, PluginError, UnsupportedError, CapacityError: the message says what to change.
         """
         assembly = assemble(_make_config(model, backend, config))
         self.tokenizer: Tokenizer = assembly.tokenizer
@@ -74,17 +74,17 @@ class Engine:
         namespace: CacheNamespace | None = None,
         show_progress: bool | None = None,
     ) -> list[GenerationResult]:
-        """Continues prompts, all at once; one result a prompt, in their order.
+        """Continues all prompts at once. Returns one result for each prompt, in their order.
 
         Args:
             prompts: strings or lists of token ids; a single one is a list of one.
             params: for all prompts, or one each.
-            namespace: keeps the KV of these prompts apart from that of other namespaces.
-            show_progress: a progress bar on standard error; None shows it for long batches on a terminal.
+            namespace: cache namespace; these prompts share no blocks with other namespaces.
+            show_progress: shows a progress bar on standard error; None does so for long batches on a terminal.
 
         Raises:
             RequestError, CapacityError: a prompt or its parameters are wrong; nothing was computed.
-            StepError: a step failed; none of these requests is left behind.
+            StepError: a step failed; all these requests have ended.
         """
         prompts = _as_list(prompts)
         all_params = _one_each(params, len(prompts))
@@ -109,10 +109,10 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: CacheNamespace | None = None
     ) -> TokenStream:
-        """Continues one prompt a token at a time. Closing the stream, or letting go of it, ends the request.
+        """Continues one prompt, one token at a time. Closing or dropping the stream ends the request.
 
         Raises:
-            RequestError, CapacityError, StepError: as `generate`; at the call.
+            RequestError, CapacityError, StepError: as in `generate`, at the call.
         """
         params = params or SamplingParams()
         if params.n > 1:
@@ -130,12 +130,12 @@ class Engine:
         length_penalty: float = 1.0,
         early_stopping: bool = False,
     ) -> list[Beam]:
-        """The `num_beams` best continuations found, best first; beams share the KV of their common beginning.
+        """Finds the `num_beams` best continuations, best first. Beams share the KV of their common beginning.
 
-        Runs alone: requests of other threads wait.
+        Other threads' requests wait until the search ends.
 
         Raises:
-            RequestError, CapacityError, StepError: as `generate`.
+            RequestError, CapacityError, StepError: as in `generate`.
         """
         search = BeamSearch(
             self.backend,
@@ -154,12 +154,12 @@ class Engine:
         ]
 
     def stats(self) -> BackendStats:
-        """Counters and gauges; also by name, as in `stats()["running"]`."""
+        """Returns counters and gauges. They can be read by name, as in `stats()["running"]`."""
         with self._lock:
             return self.backend.stats()
 
     def close(self) -> None:
-        """Ends everything and frees the memory; a second call does nothing."""
+        """Ends all requests and frees the memory. A second call does nothing."""
         with self._lock:
             self.backend.close()
             self._running.clear()
@@ -192,7 +192,7 @@ class Engine:
         return running
 
     def _fork_samples(self, parent: RunningRequest) -> list[RunningRequest]:
-        """The other samples of a prompt that has been computed: they share its blocks."""
+        """Adds the other samples of a prompt that has been computed. They share its blocks."""
         params, seed = parent.request.params, parent.request.params.seed
         assert seed is not None
         with self._lock:
@@ -226,9 +226,9 @@ class Engine:
                 raise running.error
 
     def _step(self, unless: RunningRequest | None = None) -> None:
-        """Runs one step and hands its tokens to their requests, whoever waits for them.
+        """Runs one step and passes its tokens to their requests.
 
-        Not where `unless` got what it waits for while another thread ran a step.
+        Does nothing if `unless` got a token while another thread ran a step.
         """
         with self._lock:
             if unless and (unless.pieces or unless.is_done):
@@ -304,7 +304,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prom
 
 
 def _with_seed(params: SamplingParams) -> SamplingParams:
-    """Samples of one prompt have neighbouring seeds, so the first one's must be known."""
+    """Sets a random seed if there is none: samples of one prompt use consecutive seeds, so the first must be known."""
     if params.n == 1:
         return params
     if not params.is_sampled:

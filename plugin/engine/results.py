@@ -1,4 +1,4 @@
-"""What the Python API returns."""
+"""Result types of the Python API."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class GenerationResult:
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """Generated tokens; an end-of-sequence token is among them."""
+    """Generated tokens, including an end-of-sequence token."""
     text: str
-    """Without special tokens; a stop string that ended it is included."""
+    """The text without special tokens, including a stop string that ended it."""
     finish_reason: FinishReason
     """Equal to "length", "eos_token" or "stop_sequence"."""
     logprobs: list[float]
     """One a generated token, natural logarithm."""
     top_tokens: list[tuple[TokenLogprob, ...]]
-    """One tuple a generated token; empty ones where `top_n_tokens` is 0."""
+    """One tuple a generated token; empty tuples if `top_n_tokens` is 0."""
     prefill_logprobs: tuple[float, ...] | None
     num_cached_tokens: int
     """Prompt tokens whose KV was found instead of computed."""
@@ -32,7 +32,7 @@ class GenerationResult:
     tpot_s: float
     """Mean seconds a token after the first; 0 for a single token."""
     samples: tuple[GenerationResult, ...] = ()
-    """For `n` above 1: all samples of the prompt, this one without its samples first."""
+    """For `n` above 1: all samples of the prompt; the first one is this result without `samples`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class StreamPiece:
 
     token_id: int
     text: str
-    """What this token completes; empty inside a multi-byte character."""
+    """The text that this token completes; empty inside a multi-byte character."""
     logprob: float
     result: GenerationResult | None
-    """In the last piece."""
+    """Set in the last piece."""
 
 
 @dataclass(frozen=True, slots=True)

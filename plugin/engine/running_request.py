@@ -1,4 +1,4 @@
-"""One request of the Python API from its first to its last token."""
+"""State of one request of the Python API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunningRequest:
     added_s: float = field(default_factory=time.perf_counter)
     outputs: list[StepOutput] = field(default_factory=list)
     pieces: deque[StreamPiece] = field(default_factory=deque)
-    """Not yet taken by whoever waits for them."""
+    """Pieces that the caller has not read yet."""
     error: PagedKVError | None = None
     finish_reason: FinishReason | None = None
     first_token_s: float = 0.0
@@ -32,11 +32,11 @@ class RunningRequest:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a stop string ended it, so that the backend does not know yet."""
+        """Whether a stop string ended the request. The backend does not know of this yet."""
         return self.finish_reason is FinishReason.STOP_SEQUENCE
 
     def take(self, output: StepOutput) -> None:
-        """Takes the next token."""
+        """Adds the next token."""
         self.last_token_s = time.perf_counter()
         if not self.outputs:
             self.first_token_s = self.last_token_s
@@ -49,7 +49,7 @@ class RunningRequest:
         self.pieces.append(StreamPiece(output.token.token_id, text, output.token.logprob, result))
 
     def result(self, samples: Sequence[GenerationResult] = ()) -> GenerationResult:
-        """The whole result; only of a finished request."""
+        """Returns the whole result of a finished request."""
         assert self.finish_reason is not None
         first, num_later_tokens = self.outputs[0], len(self.outputs) - 1
         return GenerationResult(

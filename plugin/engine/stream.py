@@ -1,4 +1,4 @@
-"""One prompt's tokens as they come."""
+"""Iterates over the tokens of one prompt as they are generated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pagedkv.plugin.engine.running_request import RunningRequest
 
 
 class TokenStream(Iterator[StreamPiece]):
-    """Iterates over the tokens of one request. Closing it, or letting go of it, ends the request.
+    """Iterates over the tokens of one request. Closing or dropping the stream ends the request.
 
     Args:
-        request: already taken by the backend.
+        request: a request that the backend has accepted.
         step: runs a step of the engine, unless the request got a token meanwhile.
         abort: ends the request if it still runs.
     """
@@ -29,7 +29,7 @@ class TokenStream(Iterator[StreamPiece]):
         self._is_closed = False
 
     def __next__(self) -> StreamPiece:
-        """Raises StepError where a step of the request failed."""
+        """Returns the next piece. Raises StepError if a step of the request failed."""
         while not self._request.pieces:
             if self._request.error:
                 raise self._request.error
@@ -39,7 +39,7 @@ class TokenStream(Iterator[StreamPiece]):
         return self._request.pieces.popleft()
 
     def close(self) -> None:
-        """Ends the request and frees its blocks; a second call does nothing. Tokens not yet taken are dropped."""
+        """Ends the request, frees its blocks, and drops unread tokens. A second call does nothing."""
         self._is_closed = True
         self._abort([self._request])
         self._request.pieces.clear()

@@ -1,4 +1,4 @@
-"""Logits to tokens: shared by every backend."""
+"""Samples tokens from logits; shared by every backend."""
 
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler, SamplingRow

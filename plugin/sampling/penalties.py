@@ -1,4 +1,4 @@
-"""Penalties on tokens that are there already."""
+"""Penalties on tokens that occur in the prompt or output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class TokenCounts:
-    """How often each token occurs in one sequence, kept up as the sequence grows."""
+    """Counts how often each token occurs in one sequence, incrementally."""
 
     __slots__ = ("_counts", "_index", "_num_counted", "_token_ids")
 

@@ -8,7 +8,7 @@ from pagedkv.plugin.sampling.chunks import max_rows_at_once
 
 
 def prefill_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
-    """How probable each position made the token that follows it. Works in chunks: no second copy of the logits.
+    """Log-probability of the token that follows each position. Works in chunks, without a second copy of the logits.
 
     Args:
         logits: [num_tokens, vocab_size], any float dtype.

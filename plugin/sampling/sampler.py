@@ -1,4 +1,4 @@
-"""Logits to tokens, all rows of a step at once."""
+"""Samples tokens from logits, all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value", int, float)
 
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""Of each row: the chosen token id [num_rows] int64 and its log-probability [num_rows], float32 or float64."""
+"""For each row the chosen token id ([num_rows] int64) and its log-probability ([num_rows], float32 or float64)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler knows of one request; made once and kept as long as the request lives."""
+    """The sampler's state of one request, made once and kept until the request ends."""
 
     params: SamplingParams
     seed: int
     token_ids: list[int]
-    """Prompt and generated tokens: the backend's own live list, to which it only appends."""
+    """Prompt and generated tokens. The backend's own list, to which it only appends."""
     num_prompt_tokens: int
     token_counts: TokenCounts = field(default_factory=TokenCounts, init=False, repr=False, compare=False)
-    """Of `token_ids`, as far as a penalty has asked for them."""
+    """Counts of `token_ids`, up to date after each use of a penalty."""
 
     @classmethod
     def create(cls, params: SamplingParams, token_ids: list[int], fresh_seed: int | None = None) -> Self:
-        """For a new request, whose `token_ids` are its prompt. Without a seed in `params` it gets `fresh_seed`, or one
-        drawn at random where that is None."""
+        """Makes the row of a new request, whose `token_ids` are its prompt.
+
+        Its seed is that of `params`, else `fresh_seed`, else a random one."""
         if fresh_seed is None:
             fresh_seed = secrets.randbits(64)
         seed = fresh_seed if params.seed is None else params.seed
@@ -57,17 +58,17 @@ class SampledToken:
     """The next token of one row."""
 
     token: TokenLogprob
-    """Its log-probability is taken after watermark, penalties and warpers."""
+    """The chosen token, with its log-probability after watermark, penalties and warpers."""
     top_tokens: tuple[TokenLogprob, ...]
-    """The model's own best, as many as the request asked for and ties with the last one; empty where it did not."""
+    """The model's best tokens, as many as the request asked for, with ties of the last one; empty if it asked for 0."""
 
 
 class Sampler:
-    """Chooses the next token of each row as its request's parameters say.
+    """Chooses the next token of each row by its request's parameters.
 
-    A row's token is a function of its logits, its seed and the number of its generated tokens alone: what else is in
-    the step does not matter, and a request that was preempted and computed again goes on as it would have. A row of
-    NaN or infinite logits gets some token with a log-probability of NaN and leaves the others as they are.
+    A row's token depends only on its logits, its seed and the number of its generated tokens. So other rows of the step
+    do not matter, and a request that was preempted and recomputed continues as it would have. A row of NaN or infinite
+    logits gets some token with a log-probability of NaN and does not affect other rows.
 
     Args:
         vocab_size: width of the logits.
@@ -84,14 +85,14 @@ class Sampler:
         self._watermark = Watermark(vocab_size, watermark_gamma, watermark_delta)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Chooses one token a row. The logits stay as they are, and so do the rows' tokens.
+        """Chooses one token for each row. Does not change the logits or the rows' tokens.
 
         Args:
             logits: [num_rows, vocab_size], any float dtype.
             rows: [num_rows].
         """
         assert logits.shape == (len(rows), self._vocab_size)
-        # Ids and log-probabilities leave the device in one copy; a double holds both exactly.
+        # Copy ids and log-probabilities from the device at once; a double holds both exactly.
         chosen = torch.empty(2, len(rows), dtype=torch.float64, device=self._device)
         for choose, indices in self._group(rows):
             for part in self._split(indices):
@@ -107,7 +108,7 @@ class Sampler:
     def _group(
         self, rows: Sequence[SamplingRow]
     ) -> list[tuple[Callable[[torch.Tensor, Sequence[SamplingRow]], Choice], list[int]]]:
-        """Row indices by how their tokens are chosen."""
+        """Groups row indices by the way in which their tokens are chosen."""
         greedy: list[int] = []
         adjusted: list[int] = []
         sampled: list[int] = []
@@ -142,7 +143,7 @@ class Sampler:
         return _draw_tokens(scores, torch.from_numpy(draws).to(self._device))
 
     def _adjust(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """A float32 copy of the logits with watermark and penalties."""
+        """Returns a float32 copy of the logits with watermark and penalties."""
         scores = logits.to(torch.float32, copy=True)
         marked = [i for i, row in enumerate(rows) if row.params.watermark]
         if marked:
@@ -174,7 +175,7 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _select(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Some rows, by ascending indices; a view where they are neighbours."""
+    """Selects rows by ascending indices; returns a view if they are contiguous."""
     start, end = indices[0], indices[-1] + 1
     if end - start == len(indices):
         return logits[start:end]
@@ -213,7 +214,7 @@ def _draw_tokens(scores: torch.Tensor, draws: torch.Tensor) -> Choice:
     best = scores.amax(-1, keepdim=True)
     sums = (scores - best).exp_().cumsum(-1, dtype=torch.float64)
     total = sums[:, -1:]
-    # Right of equal sums: a token without probability is never hit. A row of NaN finds no place at all.
+    # To the right of equal sums: so a token of probability 0 is never drawn. A row of NaN gives an index past the end.
     ids = torch.searchsorted(sums, draws.unsqueeze(-1) * total, right=True).clamp_(max=scores.shape[-1] - 1)
     logprobs = (scores.gather(-1, ids) - best).double() - total.log()
     return ids.squeeze(-1), logprobs.squeeze(-1)

@@ -1,4 +1,4 @@
-"""Warpers: they flatten or cut the distribution that tokens are drawn from. All work in place, row by row.
+"""Warpers, which flatten or cut the distribution that tokens are drawn from. All work in place, row by row.
 
 Throughout, scores are [num_rows, vocab_size] float32 and a token that is cut gets −inf. Tokens that tie with the last
 one kept are kept too, so that what is kept does not depend on a sort's order.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 _NUM_CANDIDATES = (256, 4096)
-"""Tried before all: sorting a whole vocabulary is slow, and most of the probability nearly always lies with few."""
+"""Numbers of best tokens to try before the whole vocabulary, which is slow to sort. Few tokens usually suffice."""
 
 
 def divide_by_temperature_(scores: torch.Tensor, temperatures: Sequence[float]) -> None:
@@ -53,7 +53,7 @@ def keep_typical_(scores: torch.Tensor, typical_p: Sequence[float]) -> None:
 
 
 def _keep_mass_(scores: torch.Tensor, keys: torch.Tensor, probs: torch.Tensor, masses: Sequence[float]) -> None:
-    """Cuts all but the tokens of smallest key that it takes for their probabilities to sum to each row's mass."""
+    """Keeps the tokens of smallest key until their probabilities sum to each row's mass; cuts the others."""
     mass = torch.tensor(masses, dtype=torch.float64, device=scores.device).unsqueeze(-1)
     last_keys = torch.empty_like(keys[:, :1])
     rows = torch.arange(len(scores), device=scores.device)

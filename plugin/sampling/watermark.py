@@ -24,7 +24,7 @@ class Watermark:
         self._vocab_size = vocab_size
         self._num_green = int(vocab_size * gamma)
         self._delta = delta
-        # On the CPU whatever the model's device: generators differ between devices, a watermark must not.
+        # Always on the CPU: generators differ between devices, and a watermark must not.
         self._generator = torch.Generator()
 
     def green_ids(self, previous_id: int) -> torch.Tensor:

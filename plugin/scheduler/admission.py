@@ -1,4 +1,4 @@
-"""Which waiting sequence may enter: where its first tokens come from, and whether there is lasting room for it."""
+"""Decides whether a waiting sequence can be admitted: whether its tokens are cached, and whether blocks suffice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagedkv.plugin.scheduler.sequence import SequenceState
 class Decision(Enum):
     ADMIT = "admit"
     DEFER = "defer"
-    """Another sequence is computing what this one needs: let others go first, look again in the next step."""
+    """Another sequence is computing the prefix that this one needs: admit others first, try again in the next step."""
     NO_ROOM = "no room"
 
 
@@ -26,17 +26,17 @@ class Admission:
     num_cached_tokens: int = 0
     """Tokens that need not be computed."""
     fork_from: SequenceState | None = None
-    """The parent to share blocks with, where that gives more than the prefix lookup."""
+    """The parent to share blocks with, if that gives more tokens than the prefix lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """Admits a sequence when the cache has room for all its known tokens, not only for its first chunk, and for growth.
+    """Admits a sequence if the cache has blocks for all its known tokens, not only for its first chunk, and for growth.
 
-    Growth is one block, for the newcomer and for each running sequence, and twice as much after each preemption of the
-    newcomer: since all grow at the same pace, a sequence preempted p times then runs for about block_size × 2**p steps
-    before it can be preempted again, so that its preemptions grow with the logarithm of its output. While recomputing
-    costs too much, growth is at least half of what a sequence may still generate.
+    Growth is one block for the new sequence and for each running one, and twice as much after each preemption of the
+    new sequence. All sequences grow at the same pace, so a sequence that was preempted p times runs for about
+    block_size × 2**p steps before it can be preempted again: the number of its preemptions grows with the logarithm of
+    its output. While recomputing costs too much, growth is at least half of what a sequence may still generate.
     """
 
     cache: CacheManager
@@ -50,7 +50,7 @@ class AdmissionPolicy:
         live: Mapping[RequestId, SequenceState],
         draft: StepDraft,
     ) -> Admission:
-        """What to do with a waiting sequence now. Changes nothing."""
+        """Decides what to do with a waiting sequence now. Changes nothing."""
         parent = live.get(sequence.parent_id) if sequence.parent_id is not None else None
         num_forkable_tokens = 0
         if parent is not None and parent.is_running:
@@ -59,7 +59,7 @@ class AdmissionPolicy:
             num_forkable_tokens = min(parent.num_computed_tokens, sequence.num_shareable_tokens)
         num_slots = self._num_slots_wanted(sequence, running)
         plan = self.cache.plan(sequence.id, num_slots)
-        # Without a row in this step nobody computes the pending tokens now: whoever holds them stands still.
+        # Without a row in this step no sequence computes the pending tokens now: the one that holds them is blocked.
         if len(draft) and plan.num_pending_tokens > max(plan.num_cached_tokens, num_forkable_tokens):
             return Admission(Decision.DEFER)
         if num_forkable_tokens <= plan.num_cached_tokens:
@@ -70,7 +70,7 @@ class AdmissionPolicy:
         return Admission(Decision.ADMIT if has_room else Decision.NO_ROOM, num_forkable_tokens, parent)
 
     def _num_slots_wanted(self, sequence: SequenceState, running: Sequence[SequenceState]) -> int:
-        """Slots of the newcomer, and whole blocks for what the running ones are going to ask for."""
+        """Slots of the new sequence, and whole blocks for the growth of the running ones."""
         min_growth_tokens = self.block_size << sequence.num_preemptions
         is_careful = self.recompute_meter.is_exceeded
         num_promised_blocks = sum(

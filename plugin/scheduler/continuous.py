@@ -1,6 +1,6 @@
 """Continuous batching with chunked prefill and preemption by recompute, first come, first served.
 
-There is no prefill and no decode: a sequence has `num_computed_tokens` that catches up with its known tokens, so that
+There is no prefill mode and no decode mode: `num_computed_tokens` of a sequence catches up with its known tokens, so
 a prompt, a chunk, a prefix hit, a decode and a recompute are one case. Batching by iteration follows Yu et al., "Orca:
 A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022); chunks beside decodes under a token
 budget follow Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024);
@@ -33,9 +33,9 @@ class ContinuousScheduler:
     """The scheduler `continuous`.
 
     A step takes the running sequences with one token left, then the running ones in the middle of their prompt, then
-    waiting ones, each group oldest first. A running sequence that finds the cache full takes the blocks of the newest
-    one, if that is newer than itself, and else stands still for the step. So the oldest always gets on, and every
-    sequence ends at last, however small the cache.
+    waiting ones, each group oldest first. If the cache is full, a running sequence preempts the newest one; if none is
+    newer than itself, it waits for this step. So the oldest sequence always makes progress, and every sequence ends,
+    however small the cache is.
     """
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
@@ -44,11 +44,11 @@ class ContinuousScheduler:
         self._cache = cache
         self._num_cache_tokens = num_cache_tokens
         self._max_step_tokens = config.max_step_tokens
-        # Every running sequence may be one token away from its next: all of them have to fit one step.
+        # Every running sequence may have one token left at the same time: all of them must fit into one step.
         self._max_num_running = min(config.max_num_sequences, config.max_step_tokens)
         self._live: dict[RequestId, SequenceState] = {}
         self._running: list[SequenceState] = []
-        """By arrival, as `_waiting`."""
+        """In order of arrival, like `_waiting`."""
         self._waiting: list[SequenceState] = []
         self._open_plan: StepPlan | None = None
         self._num_arrivals = 0
@@ -66,7 +66,7 @@ class ContinuousScheduler:
 
         Raises:
             CapacityError: an empty cache could not hold the sequence to its end.
-            DuplicateRequestError: the id is live.
+            DuplicateRequestError: the id is in use.
             RequestError: the prompt is empty.
         """
         max_cache_tokens = self._measure(sequence)
@@ -81,12 +81,12 @@ class ContinuousScheduler:
         """Decides the next step and takes the blocks for it.
 
         Args:
-            only: others neither run nor are admitted. They can be preempted, by the rule that holds for all: by a
-                sequence that is older. One that older sequences outside `only` leave no room stands still.
-            max_chunk_tokens: bounds the tokens beside those of sequences that have one left.
+            only: ids of sequences; others neither run nor are admitted. Others can be preempted, as always by an older
+                sequence. A sequence waits if older ones outside `only` hold all blocks.
+            max_chunk_tokens: limits the tokens of all sequences with more than one token left.
 
         Returns:
-            The plan, empty when nothing can or need run. One with rows is committed or failed before the next call.
+            The plan; empty if no sequence can run. A plan with rows must be committed or failed before the next call.
 
         Raises:
             IntegrityError: the last plan was neither committed nor failed.
@@ -95,7 +95,7 @@ class ContinuousScheduler:
         eligible = None if only is None else frozenset(only)
         draft = StepDraft(self._max_step_tokens)
         self._extend_running(draft, eligible, max_chunk_tokens)
-        # While running sequences lack room, nobody new gets any.
+        # While running sequences lack blocks, no new sequence is admitted.
         if not draft.is_cache_full:
             self._admit_waiting(draft, eligible)
         plan = draft.build(self._num_steps, self._cache)
@@ -104,14 +104,14 @@ class ContinuousScheduler:
         return plan
 
     def commit(self, plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: Collection[RequestId]) -> None:
-        """Takes in that a plan ran.
+        """Records that a plan ran.
 
         Args:
-            new_tokens: the sampled token of each row that is a last chunk; of finished sequences it may be missing.
-            finished: sequences of the plan that end here.
+            new_tokens: the sampled token of each row that is a last chunk; optional for finished sequences.
+            finished: sequences of the plan that end with it.
 
         Raises:
-            IntegrityError: this is not the open plan, or tokens and rows don't belong together; nothing changed.
+            IntegrityError: this is not the open plan, or tokens do not match its rows; nothing has changed.
         """
         ended = frozenset(finished)
         self._refuse_other_plan(plan)
@@ -129,17 +129,17 @@ class ContinuousScheduler:
         self._recompute_meter.count(plan.num_tokens, num_recomputed_tokens)
 
     def fail(self, plan: StepPlan) -> None:
-        """Releases the sequences of a plan that did not run to its end. Raises IntegrityError, as `commit` does."""
+        """Releases the sequences of a plan that failed. Raises IntegrityError, like `commit`."""
         self._refuse_other_plan(plan)
         self._open_plan = None
         for row in plan.scheduled:
             self._remove(self._live[row.id])
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Releases sequences in any state; unknown ids are ignored. Raises IntegrityError while a plan is open."""
+        """Releases sequences in any state; ignores unknown ids. Raises IntegrityError while a plan is open."""
         self._refuse_open_plan("abort")
         aborted = [self._live[id_] for id_ in frozenset(ids) if id_ in self._live]
-        # The order of release becomes the order of eviction: it must not be a set's.
+        # The order of release becomes the order of eviction, so it must not be the order of a set.
         for sequence in sorted(aborted, key=_by_arrival):
             self._remove(sequence)
 
@@ -156,7 +156,7 @@ class ContinuousScheduler:
             raise DuplicateRequestError(f"request {new.id} is running already; ids are free again after the end")
         if not new.prompt_ids:
             raise RequestError(f"request {new.id}: the prompt has no tokens; send at least one")
-        # The last generated token is never fed back into the model, so that its KV is never needed.
+        # The last generated token is never input of the model, so its KV is never needed.
         max_cache_tokens = len(new.prompt_ids) + new.max_new_tokens - 1
         if max_cache_tokens > self._num_cache_tokens:
             raise CapacityError(
@@ -181,7 +181,7 @@ class ContinuousScheduler:
 
     def _extend_all(self, sequences: Sequence[SequenceState], draft: StepDraft) -> None:
         for sequence in sequences:
-            # An older one may have preempted it meanwhile.
+            # An older sequence may have preempted it meanwhile.
             if sequence.is_running and draft.num_tokens_left:
                 self._extend(sequence, draft)
 
@@ -192,7 +192,7 @@ class ContinuousScheduler:
             draft.add(sequence, num_tokens, grant.copies)
 
     def _acquire(self, sequence: SequenceState, num_tokens: int, draft: StepDraft) -> BlockGrant | None:
-        """Blocks up to `num_tokens`, those of newer sequences if need be; None where older ones hold them all."""
+        """Acquires blocks up to `num_tokens`; preempts newer sequences if needed. None if older ones hold all blocks."""
         while (grant := self._cache.acquire(sequence.id, num_tokens)) is None:
             draft.is_cache_full = True
             newest = self._running[-1]

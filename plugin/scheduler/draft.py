@@ -1,4 +1,4 @@
-"""A step while it is being decided: rows can still be dropped, and give their tokens back to the budget."""
+"""A step that is being planned. Rows can still be removed, which returns their tokens to the budget."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pagedkv.plugin.step_plan import BlockCopy, ScheduledSequence, StepPlan
 
 
 class StepDraft:
-    """Rows, copies and preemptions of the step that is being decided."""
+    """Rows, copies and preemptions of the step that is being planned."""
 
     def __init__(self, max_step_tokens: int) -> None:
         self.num_tokens_left = max_step_tokens
-        """Of the budget."""
+        """Tokens left in the step's budget."""
         self.is_cache_full = False
-        """Whether a running sequence asked for blocks in vain, if only at first."""
+        """Whether a running sequence did not get blocks at its first try."""
         self.preempted: list[RequestId] = []
         self._rows: dict[RequestId, tuple[SequenceState, int]] = {}
-        """By sequence: its number of tokens."""
+        """By sequence id: the sequence and its number of tokens in the step."""
         self._copies: dict[RequestId, tuple[BlockCopy, ...]] = {}
 
     def __contains__(self, sequence: SequenceState) -> bool:
@@ -34,14 +34,14 @@ class StepDraft:
             self._copies[sequence.id] = copies
 
     def drop(self, sequence: SequenceState) -> None:
-        """Takes a sequence out that lost its blocks, and its copies with it: their targets are others' blocks now."""
+        """Removes a sequence that lost its blocks, and its copies: other sequences may hold their targets now."""
         _, num_tokens = self._rows.pop(sequence.id, (sequence, 0))
         self.num_tokens_left += num_tokens
         self._copies.pop(sequence.id, None)
         self.preempted.append(sequence.id)
 
     def build(self, step: int, cache: CacheManager) -> StepPlan:
-        """The plan; rows with one token come first, older before newer."""
+        """Returns the plan. Rows with one token come first, older before newer."""
         rows = sorted(self._rows.values(), key=_plan_order)
         return StepPlan(
             step=step,

@@ -1,13 +1,13 @@
-"""Counts what preemptions cost, and says when they cost too much."""
+"""Measures the share of recomputed tokens, and reports when preemptions cost too much."""
 
 from __future__ import annotations
 
 MAX_RECOMPUTED_SHARE = 0.1
-"""Of the tokens computed lately. Sequences admitted before it is reached still add to it: the tests hold the total
-under 1.3 times the work without preemption."""
+"""Limit of the share of recomputed tokens in the window. Sequences admitted before the limit is reached still add to
+it: tests check that the total stays under 1.3 times the work without preemption."""
 
 WINDOW_CACHES = 16
-"""How long "lately" is, in tokens computed: that many times what the cache holds."""
+"""Length of the window: this many times the tokens that the cache holds."""
 
 
 class RecomputeMeter:
@@ -24,7 +24,7 @@ class RecomputeMeter:
         self.num_recomputed_tokens += num_recomputed_tokens
         self._num_recent_tokens += num_tokens
         self._num_recent_recomputed_tokens += num_recomputed_tokens
-        # Halved, the past fades: quiet hours are no credit for a thrashing one.
+        # Halve old counts, so that a long time without preemptions does not hide later ones.
         if self._num_recent_tokens > self._max_window_tokens:
             self._num_recent_tokens //= 2
             self._num_recent_recomputed_tokens //= 2

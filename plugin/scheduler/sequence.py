@@ -1,4 +1,4 @@
-"""A sequence as the continuous scheduler keeps it."""
+"""The continuous scheduler's state of one sequence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pagedkv.plugin.step_plan import NewSequence
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One live sequence. It waits, or it runs; `num_computed_tokens` catches up with its known tokens."""
+    """One live sequence, waiting or running. `num_computed_tokens` catches up with its known tokens."""
 
     id: RequestId
     arrival: int
-    """Counts the sequences of this scheduler: the smaller one is older."""
+    """Number of the sequence in this scheduler: a smaller one is older."""
     token_ids: list[int]
-    """Known tokens: the prompt, then what was generated. Shared with the cache manager, only ever appended to."""
+    """Known tokens: the prompt, then the generated ones. Shared with the cache manager and only appended to."""
     num_prompt_tokens: int
     max_cache_tokens: int
-    """Tokens whose KV the sequence holds at its very end."""
+    """Tokens whose KV the sequence holds at its end."""
     namespace: CacheNamespace
     may_reuse_prefix: bool
     parent_id: RequestId | None
@@ -28,11 +28,11 @@ class SequenceState:
     is_running: bool = False
     num_computed_tokens: int = 0
     num_acquired_tokens: int = 0
-    """Tokens that the blocks held were asked for."""
+    """Number of tokens for which blocks were acquired."""
     num_cached_tokens: int | None = None
-    """Found or forked at the first admission; None before it."""
+    """Tokens found or forked at the first admission; None before it."""
     max_computed_tokens: int = 0
-    """The most that `num_computed_tokens` ever was: below it, computing is computing again."""
+    """Maximum of `num_computed_tokens` so far. Computing a token below it is a recompute."""
     num_preemptions: int = 0
 
     @classmethod
@@ -42,7 +42,7 @@ class SequenceState:
         """`parent` is the live sequence that `new` names, if any."""
         token_ids = list(new.prompt_ids)
         num_shareable_tokens = 0
-        # Where every prompt token must be computed nothing can be shared; across namespaces nothing may be.
+        # Nothing is shared if every prompt token must be computed, or between namespaces.
         if parent is not None and new.may_reuse_prefix and parent.namespace == new.namespace:
             num_shareable_tokens = min(count_common_tokens(parent.token_ids, token_ids), len(token_ids) - 1)
         return cls(
@@ -67,11 +67,11 @@ class SequenceState:
         return len(self.token_ids) - self.num_computed_tokens
 
     def num_tokens_after(self, num_more_tokens: int) -> int:
-        """Tokens in the cache once all known and `num_more_tokens` generated ones are, or the sequence has ended."""
+        """Tokens in the cache after all known and `num_more_tokens` generated ones, or at the sequence's end."""
         return min(len(self.token_ids) + num_more_tokens, self.max_cache_tokens)
 
     def advance(self, num_tokens: int) -> int:
-        """Counts the next tokens as computed; returns how many of them had been computed before."""
+        """Counts the next tokens as computed. Returns how many of them were computed before."""
         start = self.num_computed_tokens
         self.num_computed_tokens = end = start + num_tokens
         if end > self.max_computed_tokens:
@@ -81,12 +81,12 @@ class SequenceState:
         return num_tokens
 
     def lose_blocks(self) -> None:
-        """Back to nothing computed, as preemption does."""
+        """Resets the computed tokens to 0, for a preemption."""
         self.is_running = False
         self.num_computed_tokens = 0
         self.num_acquired_tokens = 0
         self.num_preemptions += 1
-        # Once a token was generated the whole prompt has been computed: what may_reuse_prefix=False asks for is done.
+        # If a token was generated, the whole prompt was computed once: may_reuse_prefix=False is satisfied.
         self.may_reuse_prefix = self.may_reuse_prefix or len(self.token_ids) > self.num_prompt_tokens
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text: incremental, with stop strings; shared by every protocol adapter and the engine."""
+"""Decodes token ids to text incrementally, with stop strings; shared by every protocol adapter and the engine."""
 
 from pagedkv.plugin.text.detokenizer import Detokenizer
 from pagedkv.plugin.text.output_text import OutputText

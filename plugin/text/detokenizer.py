@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time."""
+"""Decodes token ids to text, one token at a time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pagedkv.plugin.interface import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no whole UTF-8 character (or not one yet)."""
+"""What a decoder writes for bytes that are not a whole UTF-8 character, or not yet."""
 
 MAX_CHARACTER_TOKENS = 4
-"""A UTF-8 character has at most four bytes, so no more tokens than that can take part in it."""
+"""Most tokens that can form one character: UTF-8 has at most four bytes a character."""
 
 _CONTEXT_TOKENS = 5
 _MAX_WINDOW_TOKENS = 8
 
 
 def prompt_context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
-    """The last prompt tokens, as many as decoding what follows them needs.
+    """Returns the last prompt tokens, as many as are needed to decode the tokens that follow.
 
-    A decoder drops the leading space of a text, and one that falls back to bytes spoils a whole run of them if the run
-    begins inside a character. So generated tokens are decoded behind a few prompt tokens that begin with a character.
+    A decoder drops the leading space of a text, and one that falls back to bytes breaks a whole run of them if the run
+    begins inside a character. So generated tokens are decoded after a few prompt tokens that begin with a character.
     """
     num_tokens = _CONTEXT_TOKENS
     while num_tokens < min(len(prompt_ids), _CONTEXT_TOKENS + MAX_CHARACTER_TOKENS - 1):
@@ -31,9 +31,9 @@ def prompt_context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]
 
 
 def text_after(prefix: str, text: str) -> str:
-    """What `text` adds to `prefix`, the decoded beginning of the same tokens.
+    """Returns what `text` adds to `prefix`, the decoded beginning of the same tokens.
 
-    Where the prefix ended inside a character that the further tokens complete, the character counts as added.
+    If the prefix ended inside a character that the further tokens complete, that character counts as added.
     """
     if text.startswith(prefix):
         return text[len(prefix) :]
@@ -41,15 +41,15 @@ def text_after(prefix: str, text: str) -> str:
 
 
 class Detokenizer:
-    """The text of one sequence as its tokens come.
+    """Decodes the text of one sequence token by token.
 
     A token alone can't be decoded: it may be part of a character, and its leading space depends on what precedes it.
-    So a short window of tokens is decoded each time, and what is new in it is given out once it ends in a whole
-    character. Until then the text is held back; the token that completes the character carries all of it.
+    So a short window of tokens is decoded each time, and its new text is returned once it ends in a whole character.
+    Until then the text is held back; the token that completes the character returns all of it.
 
     Args:
         tokenizer: decodes the window.
-        prompt_ids: what the sequence begins with; never given out.
+        prompt_ids: the tokens before the generated ones; their text is never returned.
     """
 
     __slots__ = ("_decode", "_held", "_last_start", "_num_given", "_prefix", "_window")
@@ -57,8 +57,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._decode = tokenizer.decode
         self._window = prompt_context(tokenizer, prompt_ids)
-        self._num_given = len(self._window)  # tokens of the window whose text has been given out or is held
-        self._last_start = 0  # where in the window the tokens begin that were given out last
+        self._num_given = len(self._window)  # tokens of the window whose text was returned or is held
+        self._last_start = 0  # index in the window of the tokens that were returned last
         self._prefix = self._decode(self._window)  # their text
         self._held = ""
 
@@ -88,10 +88,10 @@ class Detokenizer:
         self._prefix = self._decode(self._window[: self._num_given])
 
     def _bound_pending(self, text: str) -> None:
-        """Holds the settled part of a long run of broken bytes as text, so that the window stays short.
+        """Moves the final part of a long run of broken bytes to held text, so that the window stays short.
 
-        What lies more than a character's tokens back can't change any more, unless the cut goes through a character;
-        then the text does not begin with that of the part, and a cut a token later will do.
+        Text from tokens further back than one character can't change any more, unless the cut splits a character. Then
+        the text does not begin with that of the part, and a cut one token later works.
         """
         if len(self._window) - self._num_given <= _MAX_WINDOW_TOKENS:
             return

@@ -9,11 +9,11 @@ from pagedkv.plugin.text.detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, D
 
 
 class OutputText:
-    """Streams a request's text, watches for its stop strings and gives the whole text at the end.
+    """Streams a request's text, looks for its stop strings, and gives the whole text at the end.
 
     Args:
-        tokenizer: decodes.
-        prompt_ids: the request's prompt, for context alone: no stop string is looked for in it.
+        tokenizer: decodes the tokens.
+        prompt_ids: the request's prompt, for context only: stop strings are not searched in it.
         stop: stop strings, matched literally; an empty one matches at once.
     """
 
@@ -29,8 +29,8 @@ class OutputText:
     )
 
     has_stopped: bool
-    """Whether a stop string ends exactly where the streamed text ends now. It may begin inside a token; where it ends
-    inside one it does not match."""
+    """Whether a stop string ends exactly at the end of the streamed text. It may begin inside a token, but a stop
+    string that ends inside a token does not match."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._decode = tokenizer.decode
@@ -46,7 +46,7 @@ class OutputText:
         """Appends a generated token and updates `has_stopped`.
 
         Returns:
-            What is to be streamed for it: special tokens keep their text, an incomplete character is held back.
+            The text to stream for it. Special tokens keep their text; an incomplete character is held back.
         """
         self._generated_ids.append(token_id)
         text = self._detokenizer.push(token_id)
@@ -57,15 +57,15 @@ class OutputText:
         return text
 
     def final_text(self) -> str:
-        """All generated tokens without the special ones, up to the last whole character.
+        """Returns the text of all generated tokens without the special ones, up to the last whole character.
 
-        A stop string is in it. Replacement characters at the end are not: they stand for an incomplete character.
+        Includes a stop string. Excludes replacement characters at the end, which stand for an incomplete character.
         """
         prefix = self._decode(self._context, skip_special_tokens=True)
         text = self._text_of(self._generated_ids, prefix)
         if not text.endswith(REPLACEMENT):
             return text
-        # A decoder that falls back to bytes spoils whole characters beside the incomplete one: try without its tokens.
+        # A decoder that falls back to bytes also breaks whole characters beside the incomplete one: leave its tokens out.
         end = len(self._generated_ids)
         candidates = (self._generated_ids[: max(0, end - i)] for i in range(MAX_CHARACTER_TOKENS))
         return max((self._text_of(ids, prefix).rstrip(REPLACEMENT) for ids in candidates), key=len)
