@@ -192,7 +192,7 @@ class ContinuousScheduler:
             draft.add(sequence, num_tokens, grant.copies)
 
     def _acquire(self, sequence: SequenceState, num_tokens: int, draft: StepDraft) -> BlockGrant | None:
-        """Acquires blocks up to `num_tokens`; preempts newer sequences if needed. None if older ones hold all blocks."""
+        """Acquires blocks up to `num_tokens`; preempts newer sequences if needed. None if older ones hold them all."""
         while (grant := self._cache.acquire(sequence.id, num_tokens)) is None:
             draft.is_cache_full = True
             newest = self._running[-1]

@@ -65,7 +65,7 @@ class OutputText:
         text = self._text_of(self._generated_ids, prefix)
         if not text.endswith(REPLACEMENT):
             return text
-        # A decoder that falls back to bytes also breaks whole characters beside the incomplete one: leave its tokens out.
+        # A decoder that falls back to bytes also breaks whole characters beside the incomplete one: omit its tokens.
         end = len(self._generated_ids)
         candidates = (self._generated_ids[: max(0, end - i)] for i in range(MAX_CHARACTER_TOKENS))
         return max((self._text_of(ids, prefix).rstrip(REPLACEMENT) for ids in candidates), key=len)
