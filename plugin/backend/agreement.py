@@ -1,4 +1,4 @@
-"""That all shards of a model decide alike, step by step; nothing to do for a backend that serves a model alone."""
+"""Checks that all shards of a model make the same decisions in each step. Does nothing without shards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
 
 
 class StepAgreement:
-    """Compares a digest of everything decided so far, before each step runs.
+    """Compares a digest of all decisions so far between shards, before each step runs.
 
-    Before, and not now and then: collectives of different sizes, which is what shards with different plans would run,
-    hang or end the process without a word. It is one collective of eight bytes a step, beside two in each layer of the
+    It runs before each step because shards with different plans would run collectives of different sizes, which hang or
+    end the process without a message. The cost is one collective of eight bytes a step, beside two in each layer of the
     model.
     """
 
@@ -27,11 +27,11 @@ class StepAgreement:
         self._digest = hashlib.blake2b(digest_size=8)
 
     def derive_seed(self, arrival: int) -> int | None:
-        """What a request without a seed of its own samples by; None leaves it to chance."""
+        """Returns the seed for a request without one; None if a random one may be used."""
         return None if self._group is None else self._group.derive_seed(arrival)
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Raises ShardError, on all shards, when they have not decided the same up to here."""
+        """Raises ShardError, on all shards, if their decisions up to this plan differ."""
         if self._group is None:
             return
         self._digest.update(_describe_plan(plan))
@@ -48,8 +48,9 @@ class StepAgreement:
 
     @contextmanager
     def running(self, plan: StepPlan) -> Iterator[None]:
-        """For the execution of a plan. Raises ShardError, on all shards, where it fails on one: the others wait for it
-        in the middle of the model and can't be brought back."""
+        """Context manager for the execution of a plan. Raises ShardError on all shards if it fails on one.
+
+        The other shards are blocked in the middle of the model and can't recover."""
         if self._group is None:
             yield
             return
@@ -58,7 +59,7 @@ class StepAgreement:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """As `running`, for the warm-up, which finds on all shards alike that the cache is too small."""
+        """Like `running`, for the warm-up. All shards raise CapacityError together if the cache is too small."""
         if self._group is None:
             yield
             return
@@ -66,7 +67,7 @@ class StepAgreement:
             yield
 
     def note_tokens(self, sampled: Mapping[RequestId, SampledToken]) -> None:
-        """Takes a step's tokens into the digest, to be compared before the next one."""
+        """Adds a step's tokens to the digest, which is compared before the next step."""
         if self._group is not None:
             ids = [number for id_, token in sampled.items() for number in (id_, token.token.token_id)]
             self._digest.update(array("Q", ids).tobytes())
@@ -82,5 +83,5 @@ def _describe_plan(plan: StepPlan) -> bytes:
 
 
 def _changing_blocks(row: ScheduledSequence) -> list[int]:
-    """A prompt's chunk comes with its whole table; to a running row's, a token adds one block at the most."""
+    """Blocks of a row to compare: the whole table for a prompt's chunk, the last block for a single token."""
     return list(row.block_table[-1:] if row.num_tokens == 1 else row.block_table)

@@ -1,4 +1,4 @@
-"""Runs a plan: copies, the model over the batch, sampling. Holds the cache's memory; decides nothing."""
+"""Runs a plan: copies blocks, runs the model over the batch, samples. Holds the cache's memory; decides nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sequences = Mapping[RequestId, LiveSequence]
 
 
 class StepExecutor:
-    """The model, the kernels and the blocks' memory of one backend."""
+    """Runs the steps of one backend, with its model, kernels and blocks' memory."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class StepExecutor:
         return self._model.spec.bytes_per_block(self._block_size, self._kv_dtype)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replaces the blocks' memory, and drops what was captured over the old one; 0 blocks frees it."""
+        """Replaces the blocks' memory, and drops the graphs captured over the old one. 0 blocks frees it."""
         self._storage = ()
         self._padded_decodes = None
         if num_blocks:
@@ -62,8 +62,9 @@ class StepExecutor:
             ]
 
     def prepare_decodes(self, batch_sizes: Sequence[int], max_seq_len: int) -> None:
-        """Makes decode steps of up to the largest of `batch_sizes` run from fixed buffers over the allocated blocks;
-        on a GPU by CUDA graph. A model or kernels that can't be captured run without, and the log says so."""
+        """Makes decode steps up to the largest of `batch_sizes` run from fixed buffers over the allocated blocks.
+
+        On a GPU they run as CUDA graphs. A model or kernels that can't be captured run without; the log says so."""
         if not batch_sizes or not self._kernels.can_capture_graphs:
             return
         decodes = PaddedDecodes(self._forward, batch_sizes, max_seq_len, self._block_size, self._device)
@@ -84,9 +85,9 @@ class StepExecutor:
         self._padded_decodes = None
 
     def run(self, plan: StepPlan, sequences: Sequences) -> dict[RequestId, SampledToken]:
-        """Runs a plan with rows; a token for each row whose sequence is caught up with.
+        """Runs a plan with rows. Returns a token for each row that is its sequence's last chunk.
 
-        Log-probabilities of prompts are added to the sequences that want them.
+        Adds log-probabilities of prompts to the sequences that request them.
         """
         if plan.copies:
             for storage in self._storage:

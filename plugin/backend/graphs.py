@@ -1,9 +1,9 @@
-"""Decode steps from fixed buffers at padded batch sizes, so that a CUDA graph can replay them.
+"""Runs decode steps from fixed buffers at padded batch sizes, so that a CUDA graph can replay them.
 
-A decode step of a small batch is bound by the hundreds of kernel launches of a model, not by the kernels. A graph
-replays them in one launch, but always with the same tensors: a step's batch is copied into fixed buffers and padded to
-the next captured size with rows that have no context and write nowhere. Without a GPU the same buffers feed an
-ordinary forward, which is how tests reach this code.
+The time of a decode step of a small batch is the time of the model's hundreds of kernel launches, not of the kernels. A
+graph replays them in one launch, but always with the same tensors. So a step's batch is copied into fixed buffers and
+padded to the next captured size with rows that have no context and store nothing. Without a GPU an ordinary forward
+reads the same buffers; tests use this.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Forward = Callable[[ModelInput, AttentionMetadata], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Input of a decode step at the largest batch size, filled anew for each step; sizes use the leading rows."""
+    """Inputs of decode steps at the largest batch size, filled for each step. Smaller sizes use the first rows."""
 
     token_ids: torch.Tensor
-    """[max_rows] int64, as positions."""
+    """[max_rows] int64; `positions` likewise."""
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     """[max_rows] int64; PADDING_SLOT in padding rows."""
@@ -55,7 +55,7 @@ class DecodeBuffers:
         )
 
     def fill(self, step_input: StepInput, size: int) -> None:
-        """Takes a step's rows and makes those from there up to `size` padding."""
+        """Copies a step's rows into the buffers and fills the rows up to `size` with padding."""
         num_rows = len(step_input.token_ids)
         _fill(self.token_ids, step_input.token_ids)
         _fill(self.positions, step_input.positions)
@@ -83,22 +83,22 @@ class DecodeBuffers:
 
 
 class PaddedDecodes:
-    """Runs decode steps at the sizes given; larger ones are not for it."""
+    """Runs decode steps at the given sizes. It can't run larger ones."""
 
     def __init__(
         self, forward: Forward, sizes: Sequence[int], max_seq_len: int, block_size: int, device: torch.device
     ) -> None:
-        """`sizes` is not empty."""
+        """Makes the buffers. `sizes` must not be empty."""
         self._sizes = sorted(sizes)
         self._forward = forward
         self._buffers = DecodeBuffers.create(self._sizes[-1], max_seq_len, block_size, device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def capture(self) -> None:
-        """Captures a graph a size, largest first, so that the smaller ones live in its memory.
+        """Captures a graph for each size, largest first, so that smaller ones use its memory.
 
         Raises:
-            RuntimeError: the model or the kernels do something that a graph can't hold.
+            RuntimeError: the model or the kernels do something that can't be captured.
         """
         memory_pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
@@ -109,7 +109,7 @@ class PaddedDecodes:
             self._graphs[size] = (graph, logits)
 
     def can_run(self, step_input: StepInput) -> bool:
-        """Whether every row is a decode that samples, and they fit the largest size."""
+        """Whether every row is a decode that samples, and there are at most as many as the largest size."""
         num_tokens = len(step_input.token_ids)
         return (
             step_input.max_query_len == 1
@@ -118,7 +118,7 @@ class PaddedDecodes:
         )
 
     def run(self, step_input: StepInput) -> torch.Tensor:
-        """[num_rows, vocab_size] logits; valid until the next call."""
+        """Runs a step. Returns [num_rows, vocab_size] logits, valid until the next call."""
         num_rows = len(step_input.token_ids)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         self._buffers.fill(step_input, size)

@@ -1,4 +1,4 @@
-"""The lengths that a warmed-up backend accepts, from the config, the model and what a server asks for."""
+"""The lengths that a warmed-up backend accepts, from the config, the model and the server's warm-up request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class EffectiveLimits:
 
     @classmethod
     def create(cls, wanted: WarmupLimits, config: ResolvedConfig, model: ModelSpec) -> EffectiveLimits:
-        """What was asked for, else what the config says.
+        """Makes limits from the warm-up request, and from the config for those that it leaves open.
 
         Raises:
-            CapacityError: more is asked for than the model has positions.
+            CapacityError: the request asks for more tokens than the model has positions.
         """
         max_total_tokens = wanted.max_total_tokens or config.max_total_tokens
         if max_total_tokens > model.max_position_tokens:

@@ -1,6 +1,8 @@
-"""Bounds the time between two tokens of running streams while prompts arrive: each step computes only as many prompt
-tokens beside them as, by the steps measured so far, fit the bound. The chunks are those of Agrawal et al., "Taming
-Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024); their size follows the machine.
+"""Limits the time between two tokens of running streams while prompts arrive.
+
+Each step computes only as many prompt tokens beside running streams as fit the limit, by the measured times of earlier
+steps. The chunks are those of Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve"
+(OSDI 2024); their size depends on the machine's speed.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.step_plan import StepPlan
 
 MIN_CHUNK_TOKENS = 16
-"""Prompts go on at least so fast, even where streams alone take as long as the bound."""
+"""Least prompt tokens of a step, even if streams alone take as long as the limit."""
 _FIRST_CHUNK_TOKENS = 32
 _USED_SHARE = 0.85
-"""Of the bound: the rest is for what a step does not measure, and for steps that take longer than the last one."""
+"""Share of the limit that a step may use. The rest is for unmeasured work and for steps slower than the last one."""
 _MAX_GROWTH = 2.0
 _MEMORY = 0.7
 
 
 class StepPacer:
-    """Measures a backend's steps and bounds those of prompts beside running streams."""
+    """Measures a backend's steps and limits the prompt tokens beside running streams."""
 
     def __init__(self, max_gap_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """A `max_gap_s` of 0 bounds nothing."""
+        """Makes a pacer. A `max_gap_s` of 0 is no limit."""
         self._pacer = ChunkPacer(max_gap_s) if max_gap_s else None
         self._clock = clock
 
     def max_chunk_tokens(
         self, sequences: Mapping[RequestId, LiveSequence], only: Collection[RequestId] | None
     ) -> int | None:
-        """Of the next step; None where no stream runs in it, or no bound was asked for."""
+        """Most prompt tokens of the next step; None if no stream runs in it, or there is no limit."""
         if self._pacer is None:
             return None
         taking_part = sequences if only is None else sequences.keys() & set(only)
@@ -42,7 +44,7 @@ class StepPacer:
 
     @contextmanager
     def measuring(self, plan: StepPlan) -> Iterator[None]:
-        """For the execution of a plan."""
+        """Context manager that measures the execution of a plan."""
         start = self._clock()
         yield
         if self._pacer is not None:
@@ -51,7 +53,7 @@ class StepPacer:
 
 
 class ChunkPacer:
-    """Chooses the prompt tokens of steps that running streams wait for.
+    """Chooses how many prompt tokens a step with running streams may compute.
 
     >>> pacer = ChunkPacer(max_gap_s=0.1)
     >>> pacer.max_chunk_tokens
@@ -68,9 +70,9 @@ class ChunkPacer:
     def __init__(self, max_gap_s: float) -> None:
         self._usable_s = max_gap_s * _USED_SHARE
         self._streams_s = 0.0
-        """Of a step of streams alone."""
+        """Time of a step of streams alone."""
         self._token_s = 0.0
-        """Of a prompt token beside them; 0 is not known yet."""
+        """Additional time of a prompt token; 0 if unknown yet."""
         self._last_chunk_tokens = 0
 
     @property
@@ -82,15 +84,15 @@ class ChunkPacer:
         return max(MIN_CHUNK_TOKENS, int(min(fitting, self._last_chunk_tokens * _MAX_GROWTH)))
 
     def note(self, num_streams: int, num_chunk_tokens: int, seconds: float) -> None:
-        """Takes in a step that ran: `num_streams` rows of one token beside `num_chunk_tokens` of prompts."""
+        """Records a step that ran: `num_streams` rows of one token and `num_chunk_tokens` of prompts."""
         if not num_chunk_tokens:
             if num_streams:
                 self._streams_s = _remember(self._streams_s, seconds)
             return
-        # A step that took less than its streams alone tells that these are fewer or faster by now.
+        # If a step took less time than streams alone did, there are fewer of them by now, or they are faster.
         self._streams_s = min(self._streams_s, seconds)
         token_s = max(seconds - self._streams_s, seconds * 0.05) / num_chunk_tokens
-        # What got slower is believed at once: contexts have grown, or the machine has other work.
+        # A slower step counts at once, without averaging: contexts have grown, or the machine has other work.
         self._token_s = max(token_s, _remember(self._token_s, token_s))
         self._last_chunk_tokens = max(num_chunk_tokens, MIN_CHUNK_TOKENS)
 

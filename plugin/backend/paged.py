@@ -1,4 +1,4 @@
-"""The paged backend: schedule, execute, commit, over the plugins that the config names."""
+"""The paged backend: schedules, executes and commits steps with the plugins that the config names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What one warm-up makes."""
+    """The objects that one warm-up creates."""
 
     cache: CacheManager
     scheduler: Scheduler
@@ -58,8 +58,8 @@ class Pool:
 class PagedBackend:
     """Continuous batching over a paged cache. See `pagedkv.plugin.interface.Backend`.
 
-    One of several shards, where the process has joined a group: every call must then be made on all of them in the same
-    order, and a step that fails raises ShardError and ends them all.
+    If the process has joined a group, this is one of several shards: every call must then be made on all of them in the
+    same order, and a step that fails raises ShardError and ends them all.
     """
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
@@ -142,7 +142,7 @@ class PagedBackend:
         return self.commit(plan, self.execute(plan))
 
     def schedule(self, only: Collection[RequestId] | None = None) -> StepPlan:
-        """Decides the next step. A plan with rows must be executed and committed before the next call."""
+        """Plans the next step. A plan with rows must be executed and committed before the next call."""
         max_chunk_tokens = self._pacer.max_chunk_tokens(self._sequences, only)
         plan = self._require_pool().scheduler.schedule(only, max_chunk_tokens)
         self._agreement.check_plan(plan)
@@ -155,10 +155,10 @@ class PagedBackend:
         return plan
 
     def execute(self, plan: StepPlan) -> Mapping[RequestId, SampledToken]:
-        """Runs the model over a plan with rows; a token for each sequence that is caught up with.
+        """Runs the model over a plan with rows. Returns a token for each row that is its sequence's last chunk.
 
         Raises:
-            StepError: the plan failed; its sequences are gone and their blocks are back.
+            StepError: the plan failed; its sequences have ended and their blocks are free.
         """
         try:
             with self._agreement.running(plan), self._pacer.measuring(plan):
@@ -173,7 +173,7 @@ class PagedBackend:
             raise StepError(f"a step failed: {type(error).__name__}: {error}", ids) from error
 
     def commit(self, plan: StepPlan, sampled: Mapping[RequestId, SampledToken]) -> list[StepOutput]:
-        """Takes a step's tokens into the sequences; ends and releases those that are finished."""
+        """Adds a step's tokens to the sequences; ends and releases the finished ones."""
         self._agreement.note_tokens(sampled)
         num_decode_tokens = self._count_decode_tokens(plan)
         in_order = sorted(sampled, key=lambda id_: self._sequences[id_].arrival)
@@ -215,7 +215,7 @@ class PagedBackend:
             self._is_closed = True
 
     def _agree_on_padded_decodes(self) -> None:
-        """Collectives of the shards must be of one size: where one could not capture its graphs, none pads batches."""
+        """Turns padded decodes off if one shard could not capture its graphs: collectives must have the same size."""
         if not agree_on_minimum(int(self._executor.has_padded_decodes)):
             self._executor.drop_padded_decodes()
 
@@ -306,7 +306,7 @@ def _describe_sequence(request: Request) -> NewSequence:
 
 
 def _load_static_scales(config: ResolvedConfig, model: ModelAdapter) -> Sequence[LayerScales | None]:
-    """Of each layer; None where the KV dtype keeps its scales in its blocks, or has none."""
+    """Loads the static scales of each layer; None if the KV dtype stores its scales in blocks, or has none."""
     if not config.cache.kv_dtype.has_static_scales:
         return [None] * len(model.spec.layers)
     group = joined_group()

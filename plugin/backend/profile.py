@@ -1,4 +1,4 @@
-"""The largest step, run once before the pool is sized: what it needs beside the pool is measured, not guessed."""
+"""Runs the largest step once before the pool is sized, to measure the memory that a step needs beside the pool."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
 
 CPU_STEP_TOKENS = 64
-"""On a CPU the operating system backs activations from what the pool leaves, so a small step that makes the kernels
-ready is enough; on a GPU the largest one is measured."""
+"""Tokens of this step on a CPU. There activations use the memory that the pool leaves, so a small step that prepares
+the kernels is enough."""
 
 PROFILED_SAMPLING = replace(WORST_SAMPLING, max_new_tokens=1, prefill_logprobs=True)
 
 
 def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
-    """Runs the largest step that the scheduler may plan: a prompt chunk with log-probabilities of every token beside a
-    full batch of running sequences, all sampled with every option on. Then captures the CUDA graphs, if any.
+    """Runs the largest step that the scheduler may plan and measures its memory. Then captures the CUDA graphs, if any.
 
-    Blocks are shared by all of its sequences, so that it needs few; what it computes is thrown away.
+    The step is a prompt chunk with log-probabilities of every token beside a full batch of running sequences, all
+    sampled with every option on. All its sequences share a few blocks; its results are dropped.
 
     Returns:
         Peak bytes beside weights and pool, graphs included, on a GPU; 0 on a CPU.
@@ -64,7 +64,7 @@ def _measure_graphs(executor: StepExecutor, config: ResolvedConfig, limits: Effe
 def make_profile_step(
     config: ResolvedConfig, limits: EffectiveLimits
 ) -> tuple[StepPlan, dict[RequestId, LiveSequence]]:
-    """The plan of the largest step, and its sequences."""
+    """Makes the plan of the largest step, and its sequences."""
     is_measured = config.device.type == "cuda"
     num_step_tokens = config.scheduler.max_step_tokens
     if not is_measured:

@@ -1,4 +1,4 @@
-"""A live request as the paged backend keeps it: its tokens, how it samples, what was reported of it."""
+"""The paged backend's state of a live request: its tokens, its sampling row, and what was reported."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pagedkv.plugin.sampling.sampler import SamplingRow
 class LiveSequence:
     request: Request
     arrival: int
-    """Counts the requests of this backend; outputs come in this order."""
+    """Number of the request in this backend. Outputs are in this order."""
     sampling: SamplingRow
     token_ids: list[int]
-    """Prompt and generated tokens: the sampling row's own list."""
+    """Prompt and generated tokens; the same list as the sampling row's."""
     num_prompt_tokens: int
     seed: int | None
-    """What outputs report: None for greedy requests."""
+    """The seed that outputs report; None for greedy requests."""
     wants_prefill_logprobs: bool
-    """Whether log-probabilities of the prompt have still to be collected; no longer after the first output."""
+    """Whether log-probabilities of the prompt are still to be collected. False after the first output."""
     num_cached_tokens: int | None = None
     """None until the sequence is first admitted."""
     admitted_s: float | None = None
-    """When that was, of time.monotonic."""
+    """Time of the first admission, of `time.monotonic`."""
     prefill_logprobs: list[float] = field(default_factory=list)
-    """One a prompt token computed so far; only where the request asks for it."""
+    """One for each prompt token computed so far; empty unless the request asks for them."""
 
     @classmethod
     def create(cls, request: Request, arrival: int, fresh_seed: int | None = None) -> LiveSequence:
-        """`fresh_seed` is for a request that brings none; None draws one."""
+        """Makes the state of a new request. `fresh_seed` is its seed if it has none; None draws a random one."""
         params = request.params
         sampling = SamplingRow.create(params, list(request.prompt_ids), fresh_seed)
         return cls(
@@ -49,16 +49,16 @@ class LiveSequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def extend_prefill_logprobs(self, start: int, logprobs: list[float]) -> None:
-        """Keeps the log-probabilities that a chunk beginning at `start` gives to the tokens after its own.
+        """Adds the log-probabilities of prompt tokens from a chunk that begins at `start`.
 
-        A chunk at 0 begins anew: the sequence was preempted before its prompt was whole.
+        A chunk at 0 starts again: the sequence was preempted before its whole prompt was computed.
         """
         if start == 0:
             self.prefill_logprobs = [math.nan]
         self.prefill_logprobs.extend(logprobs)
 
     def take_prefill_logprobs(self) -> tuple[float, ...] | None:
-        """For the first output of a request that wants them; None for any other."""
+        """Returns the log-probabilities for the first output of a request that asks for them; None otherwise."""
         if not self.wants_prefill_logprobs:
             return None
         self.wants_prefill_logprobs = False

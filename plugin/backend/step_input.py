@@ -1,4 +1,4 @@
-"""From a step's plan to the tensors of the model and of the kernels. Loops over sequences, never over tokens."""
+"""Builds the tensors of the model and the kernels from a step's plan. Loops over sequences, never over tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepInput:
     slot_mapping: Int64Array
     """[T]."""
     logit_rows: Int64Array
-    """[S + P]: the last token of each row that samples, then the tokens whose next one's log-probability is wanted."""
+    """[S + P]: the last token of each row that samples, then the tokens before each wanted log-probability."""
     num_sampling_rows: int
     next_token_ids: Int64Array
     """[P]: the known tokens that follow the last P of `logit_rows`."""
@@ -80,7 +80,7 @@ def build_step_input(plan: StepPlan, sequences: Mapping[RequestId, LiveSequence]
     cu_seqlens_q = np.zeros(num_rows + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens_q[1:])
     token_ids = _gather_token_ids(rows, sequences)
-    # A token's place in its sequence is its place in the batch, moved by the same distance for a whole row.
+    # A token's position in its sequence is its index in the batch plus an offset that is constant for a row.
     row_of_token = np.repeat(np.arange(num_rows), lengths)
     positions = np.arange(len(token_ids), dtype=np.int64) + (starts - cu_seqlens_q[:-1])[row_of_token]
     block_table = _gather_block_tables(rows)
@@ -138,14 +138,14 @@ def _find_logprob_rows(
 
 
 def num_logprob_tokens(row: ScheduledSequence, sequence: LiveSequence) -> int:
-    """How many of the row's tokens give a prompt token's log-probability: those that a prompt token follows."""
+    """Counts the row's tokens that are followed by a prompt token, and so give its log-probability."""
     if not sequence.wants_prefill_logprobs:
         return 0
     return min(row.num_tokens, sequence.num_prompt_tokens - 1 - row.start)
 
 
 def to_device(array: Int32Array | Int64Array, device: torch.device) -> torch.Tensor:
-    """A tensor of the array's content; on a GPU the copy runs beside the host."""
+    """Copies an array to a tensor on the device; on a GPU asynchronously."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

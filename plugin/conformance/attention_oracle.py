@@ -1,4 +1,4 @@
-"""Paged batches made of random tokens, and dense attention to hold kernels against."""
+"""Paged batches of random tokens, and dense attention to compare kernels with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.model_spec import AttentionSpec
 
 _GARBAGE_BLOCKS = (-1, -(2**31), 2**31 - 1, 2**30)
-"""What block tables hold past a row's last block: reading any of them is out of bounds."""
+"""Values in block tables after a row's last block. Reading any of them is out of bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Row:
 def make_rows(
     lengths: Sequence[tuple[int, int]], block_size: int, num_blocks: int, generator: torch.Generator
 ) -> list[Row]:
-    """Rows of (num_cached_tokens, num_new_tokens), each with blocks of its own drawn at random; single queries lead."""
+    """Makes rows of (num_cached_tokens, num_new_tokens), each with its own random blocks. Single queries come first."""
     ids = torch.randperm(num_blocks, generator=generator)
     rows = []
     for num_cached, num_new in sorted(lengths, key=lambda length: length[1] > 1):
@@ -55,12 +55,12 @@ def make_rows(
 
 
 def count_blocks(lengths: Sequence[tuple[int, int]], block_size: int) -> int:
-    """Blocks that rows of (num_cached_tokens, num_new_tokens) take."""
+    """Counts the blocks that rows of (num_cached_tokens, num_new_tokens) need."""
     return sum(-(-(num_cached + num_new) // block_size) for num_cached, num_new in lengths)
 
 
 def make_metadata(rows: Sequence[Row], block_size: int, device: torch.device) -> AttentionMetadata:
-    """The step that computes each row's new tokens. What lies in the block table past a row's end is out of range."""
+    """Makes the step that computes each row's new tokens. Block table entries after a row's end are out of range."""
     num_queries = [row.num_queries for row in rows]
     max_blocks = max(len(row.blocks) for row in rows) + 2
     garbage = torch.tensor(_GARBAGE_BLOCKS, dtype=torch.int32)
@@ -110,7 +110,7 @@ def store_tokens(
 
 
 def make_options(spec: AttentionSpec, device: torch.device, generator: torch.Generator) -> AttentionOptions:
-    """Options that a model of this spec would pass, with random sinks and the slopes of the ALiBi paper."""
+    """Makes the options that a model of this spec would pass, with random sinks and the slopes of the ALiBi paper."""
     heads = torch.arange(1, spec.num_heads + 1)
     return AttentionOptions(
         scale=spec.head_dim**-0.5,
@@ -140,7 +140,7 @@ def attend_exactly(
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     bias = _bias(q.shape[1], k.shape[1], options, q.device)
-    # The running maximum and the sum are float32 in every fused attention, also where products are narrower.
+    # The running maximum and the sum are float32 in every fused attention, even if products are narrower.
     scores = scores.to(torch.promote_types(dtype, torch.float32)) + bias
     if options.sinks is not None:
         sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
@@ -152,7 +152,7 @@ def attend_exactly(
 def attend_as_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `attend_exactly`, by torch's `scaled_dot_product_attention` in `dtype` where it has all that is asked for."""
+    """Like `attend_exactly`, with torch's `scaled_dot_product_attention` in `dtype` if it supports all options."""
     if options.softcap is not None or options.sinks is not None:
         return attend_exactly(q, k, v, options, dtype)
     bias = _bias(q.shape[0], k.shape[0], options, q.device).to(dtype)
@@ -167,7 +167,7 @@ def attend_as_torch(
 
 
 def _bias(num_queries: int, num_keys: int, options: AttentionOptions, device: torch.device) -> torch.Tensor:
-    """[num_heads or 1, num_queries, num_keys] float64: slopes times distance, -inf where a key is not seen."""
+    """[num_heads or 1, num_queries, num_keys] float64: slopes times distance, -inf for keys outside the mask."""
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     distances = (torch.arange(num_keys, device=device) - queries).double()
     hidden = distances > 0

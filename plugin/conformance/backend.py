@@ -1,4 +1,4 @@
-"""What every `Backend` plugin must do, as a pytest suite.
+"""Conformance suite for `Backend` plugins, in pytest.
 
 A plugin author's test file:
 
@@ -8,7 +8,7 @@ A plugin author's test file:
         def make_backend(self) -> Backend:                # of a small model, not warmed up
             return MyBackend.create(config)
 
-pytest runs it as any test class. After each test nothing may be live, and `check_integrity` must hold.
+pytest runs it like any test class. After each test no request may be live, and `check_integrity` must pass.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Outputs = dict[int, list[StepOutput]]
 
 
 def make_request(id_: int, prompt_ids: Sequence[int], parent_id: int | None = None, **params: Any) -> Request:
-    """A request that runs to its length; `params` are those of SamplingParams."""
+    """Makes a request that runs to its length. `params` are those of SamplingParams."""
     sampling = SamplingParams(**{"max_new_tokens": 6, "ignore_eos": True, **params})
     return Request(RequestId(id_), prompt_ids, sampling, parent_id=None if parent_id is None else RequestId(parent_id))
 
 
 def run(backend: Backend, requests: Sequence[Request] = (), only: Collection[RequestId] | None = None) -> Outputs:
-    """Adds requests and steps until they, or all that are live, have ended."""
+    """Adds requests and runs steps until they, or all live ones, have ended."""
     backend.add(requests)
     outputs: Outputs = defaultdict(list)
     while backend.has_unfinished():
@@ -49,13 +49,13 @@ def token_ids(outputs: Sequence[StepOutput]) -> list[int]:
 
 
 class BackendConformance:
-    """The suite. Subclass it and say how to make a backend."""
+    """The suite. Subclass it and implement `make_backend`."""
 
     prompts: ClassVar[Sequence[Sequence[int]]] = ([5], [7, 8] * 9, list(range(3, 36)), [9] * 16)
-    """Token ids that the model knows."""
+    """Prompts of token ids within the model's vocabulary."""
 
     def make_backend(self) -> Backend:
-        """A backend of a small model, not warmed up, with room for all prompts at once."""
+        """Returns a backend of a small model, not warmed up, whose cache can hold all prompts at once."""
         raise NotImplementedError
 
     @pytest.fixture

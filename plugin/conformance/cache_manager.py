@@ -1,4 +1,4 @@
-"""What every `CacheManager` plugin must do, as a pytest suite that is run by the plugin's registered name.
+"""Conformance suite for `CacheManager` plugins, in pytest. It loads the plugin by its registered name.
 
 A plugin author's test file:
 
@@ -7,9 +7,9 @@ A plugin author's test file:
     class TestMyCacheManager(CacheManagerConformance):
         cache_manager_name = "mine"                    # as in [project.entry-points."pagedkv.cache_managers"]
 
-pytest runs it as any test class; `pytest` and `hypothesis` must be installed. Nothing is asked about how a manager
-finds prefixes, only that what it claims to be cached is there, and that whole blocks of an equal beginning are found.
-`CacheManagerHarness` checks at every step, against the simulated content of each slot.
+pytest runs it like any test class; `pytest` and `hypothesis` must be installed. The suite does not test how a manager
+finds prefixes, only that everything it reports as cached is there, and that whole blocks of an equal prefix are found.
+`CacheManagerHarness` checks every step against the simulated content of each slot.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ UNKNOWN_ID = RequestId(2**40)
 
 
 class CacheManagerConformance:
-    """Subclass and name the plugin."""
+    """The suite. Subclass it and set `cache_manager_name`."""
 
     cache_manager_name: ClassVar[str]
 
     def make_harness(
         self, num_blocks: int = 64, block_size: int = 16, has_prefix_cache: bool = True
     ) -> CacheManagerHarness:
-        """The cache manager under test, empty."""
+        """Makes the cache manager under test, empty."""
         plugin = load_plugin(CACHE_MANAGERS, self.cache_manager_name)
         manager = plugin.create(num_blocks, block_size, has_prefix_cache=has_prefix_cache)
         return CacheManagerHarness(manager, num_blocks, block_size)
@@ -397,7 +397,7 @@ class CacheManagerConformance:
         return tables
 
     def test_any_sequence_of_calls_keeps_the_content_of_every_computed_token(self) -> None:
-        # Rare orders of events are the point, and a call takes microseconds.
+        # Many examples: rare orders of events matter, and a call takes microseconds.
         more = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)
 
         class Machine(_CacheManagerMachine):
@@ -413,7 +413,7 @@ FEW_TOKENS = st.lists(st.integers(0, 1), max_size=6)
 
 
 class _CacheManagerMachine(RuleBasedStateMachine):
-    """Draws calls over few tokens and few small blocks, where everything collides. Checks are the harness's."""
+    """Draws calls over few tokens and few small blocks, so that prefixes are often equal. The harness checks them."""
 
     suite: ClassVar[CacheManagerConformance]
 

@@ -1,8 +1,8 @@
 """Runs a cache manager over a memory of plain values, and checks every answer against the rules.
 
-The memory keeps, for each slot, a number that stands for the namespace and all tokens up to the slot's: what the KV
-there is a function of. A cached token whose slot holds anything else, a copy that came too late, a block given to two
-writers show up at once.
+The memory keeps, for each slot, a number for the namespace and all tokens up to the slot's, on which the KV there
+depends. A cached token whose slot holds anything else, a copy that came too late, and a block with two writers are
+detected at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT_NAMESPACE = CacheNamespace()
 
 @dataclass
 class OpenSequence:
-    """What the harness knows of a sequence without asking the cache manager."""
+    """The harness's own state of a sequence."""
 
     token_ids: list[int]
     namespace: CacheNamespace
@@ -28,9 +28,9 @@ class OpenSequence:
     num_granted_tokens: int = 0
     """Slots that the running step may write end here; equal to the computed tokens between steps."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Granted, to run before the step writes."""
+    """Granted copies, to run before the step writes."""
     contents: list[int] = field(default_factory=list)
-    """By token, what its slot must hold."""
+    """For each token, what its slot must hold."""
 
 
 class CacheManagerHarness:
@@ -42,7 +42,7 @@ class CacheManagerHarness:
         self.block_size = block_size
         self.sequences: dict[RequestId, OpenSequence] = {}
         self._slots: dict[int, int] = {}
-        # Numbers of beginnings, by the namespace or by the beginning before and the token added.
+        # Numbers of prefixes: by the namespace, or by the number of the shorter prefix and the token after it.
         self._numbers: dict[CacheNamespace | tuple[int, int], int] = {}
         self._next_id = 0
 
@@ -69,7 +69,7 @@ class CacheManagerHarness:
         return seq_id
 
     def plan(self, seq_id: RequestId, num_tokens: int) -> BlockPlan:
-        """Asks, and checks that asking changes nothing."""
+        """Calls `plan`, and checks that it changes nothing."""
         before = self._snapshot()
         plan = self.manager.plan(seq_id, num_tokens)
         assert self._snapshot() == before, "plan changed something"
@@ -81,7 +81,7 @@ class CacheManagerHarness:
         return plan
 
     def acquire(self, seq_id: RequestId, num_tokens: int) -> BlockGrant | None:
-        """Acquires as planned; a grant is written by the next `run_step`."""
+        """Acquires blocks as planned. The next `run_step` writes the grant."""
         sequence = self.sequences[seq_id]
         plan = self.plan(seq_id, num_tokens)
         before = self._snapshot()
@@ -103,7 +103,7 @@ class CacheManagerHarness:
         return grant
 
     def run_step(self) -> None:
-        """Runs the granted copies, writes the granted slots, commits, and checks all that is stored."""
+        """Runs the granted copies, writes the granted slots, commits, and checks everything that is stored."""
         self._run_copies()
         for seq_id, sequence in self.sequences.items():
             contents = self._contents(sequence)
@@ -117,7 +117,7 @@ class CacheManagerHarness:
         self.check()
 
     def fail_step(self) -> None:
-        """The step stops in the middle: every sequence with a grant is released, its slots hold anything."""
+        """Makes the step fail in the middle: releases every sequence with a grant, whose slots are undefined."""
         granted = [
             seq_id
             for seq_id, sequence in self.sequences.items()
@@ -132,10 +132,10 @@ class CacheManagerHarness:
             self.release(seq_id)
 
     def compute(self, seq_id: RequestId, num_tokens: int | None = None) -> int:
-        """Acquires up to `num_tokens` (all that are known by default) and runs the step; for pools with room.
+        """Acquires up to `num_tokens` (default: all known ones) and runs the step. The pool must have enough blocks.
 
         Returns:
-            The tokens that were found instead of computed.
+            The number of tokens that were found instead of computed.
         """
         grant = self.acquire(seq_id, len(self.sequences[seq_id].token_ids) if num_tokens is None else num_tokens)
         assert grant is not None, "the pool is too small for this test"
@@ -146,7 +146,7 @@ class CacheManagerHarness:
         self.sequences[seq_id].token_ids.append(token_id)
 
     def fork(self, parent_id: RequestId, child_id: RequestId, num_tokens: int) -> int:
-        """Forks, and checks how much is shared."""
+        """Forks, and checks how many tokens are shared."""
         parent, child = self.sequences[parent_id], self.sequences[child_id]
         num_shared = self.manager.fork(parent_id, child_id, num_tokens)
         child.num_computed_tokens = child.num_granted_tokens = num_shared
@@ -155,12 +155,12 @@ class CacheManagerHarness:
         return num_shared
 
     def release(self, seq_id: RequestId) -> None:
-        """Ends a sequence, whether a step has run since its grant or not; its copies are dropped."""
+        """Ends a sequence and drops its copies, whether a step has run since its grant or not."""
         self.manager.release(seq_id)
         del self.sequences[seq_id]
 
     def preempt(self, seq_id: RequestId) -> RequestId:
-        """Releases a sequence and opens it again, as the same tokens to compute anew."""
+        """Releases a sequence and opens a new one with the same tokens, to compute them again."""
         sequence = self.sequences[seq_id]
         self.release(seq_id)
         return self.open(
@@ -200,7 +200,7 @@ class CacheManagerHarness:
         return block * self.block_size + position % self.block_size
 
     def _count_filled_slots(self) -> dict[int, int]:
-        """By block that a sequence holds: its slots with a token of one."""
+        """For each block that a sequence holds: the number of slots that hold a token of a sequence."""
         num_filled: dict[int, int] = {}
         for seq_id, sequence in self.sequences.items():
             for index, block in enumerate(self.manager.block_table(seq_id)):

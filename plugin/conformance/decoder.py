@@ -1,4 +1,4 @@
-"""What every `DecoderKernels` plugin must do, as a pytest suite.
+"""Conformance suite for `DecoderKernels` plugins, in pytest.
 
 A plugin author's test file:
 
@@ -8,8 +8,8 @@ A plugin author's test file:
         def make_kernels(self) -> DecoderKernels:
             return MyDecoderKernels.create(torch.device("cpu"))
 
-The oracle is the formula of `pagedkv.plugin.decoder` in float64. Attention is that of each token to itself and its
-neighbours in the batch, so that a decoder's queries, keys and values all matter.
+The oracle is the formula of `pagedkv.plugin.decoder` in float64. Each token attends to all tokens of the batch, so that
+a decoder's queries, keys and values all affect the result.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CASES = [
 
 
 class BatchAttention:
-    """Every token sees all of the batch."""
+    """Attention of every token over the whole batch."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -91,12 +91,12 @@ class BatchAttention:
 
 
 class DecoderConformance:
-    """Derive, and say how the plugin is made."""
+    """The suite. Subclass it and implement `make_kernels`."""
 
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
     device: ClassVar[str] = "cpu"
     tolerance: ClassVar[dict[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.005}
-    """Of the logits' error, root mean square relative to theirs."""
+    """Largest root mean square error of the logits, relative to their own."""
 
     def make_kernels(self) -> DecoderKernels:
         raise NotImplementedError
@@ -128,7 +128,7 @@ class DecoderConformance:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's weights, to be handed out more than once."""
+    """A model's weights, which can be read several times."""
 
     case: Case
     embedding: torch.Tensor
@@ -138,7 +138,7 @@ class Weights:
 
 
 def make_weights(case: Case, dtype: torch.dtype, device: str = "cpu") -> Weights:
-    """Random ones, the same each time."""
+    """Makes random weights, the same at each call."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -175,7 +175,7 @@ def make_weights(case: Case, dtype: torch.dtype, device: str = "cpu") -> Weights
 
 
 def make_batch(shape: DecoderShape, num_tokens: int, device: str = "cpu") -> ModelInput:
-    """Tokens at positions in no order; logits of the last, and of some others where there are many."""
+    """Makes a batch of tokens at unordered positions; asks for logits of the last one, and of some others if many."""
     generator = torch.Generator().manual_seed(num_tokens)
     tokens = torch.randint(shape.vocab_size, (num_tokens,), generator=generator)
     positions = torch.randperm(MAX_POSITIONS, generator=generator)[:num_tokens]

@@ -1,4 +1,4 @@
-"""What every `AttentionKernels` plugin must do, as a pytest suite that is run by the plugin's registered name.
+"""Conformance suite for `AttentionKernels` plugins, in pytest. It loads the plugin by its registered name.
 
 A plugin author's test file:
 
@@ -11,12 +11,12 @@ A plugin author's test file:
         dtypes = (torch.float16, torch.bfloat16)       # of queries; default: float32, bfloat16, float16
         profile = REDUCED                              # smaller sizes, for slow devices; default: FULL
 
-pytest runs it as any test class; `pytest` and `hypothesis` must be installed. Each test is run for the KV dtypes that
-are registered and skipped where the plugin's `unsupported_reasons` refuses, with its reasons.
+pytest runs it like any test class; `pytest` and `hypothesis` must be installed. Each test runs for all registered KV
+dtypes, and is skipped, with the reasons, for those that the plugin's `unsupported_reasons` refuses.
 
-Values are held against float64 dense attention over what `read` returns. The error, as a root mean square, may be twice
-that of torch's own attention in the dtype of the queries, plus one unit in the last place. The largest single error,
-which is an accident of a few roundings, may be four times torch's largest.
+Values are compared with float64 dense attention over what `read` returns. The root mean square error may be twice that
+of torch's own attention in the dtype of the queries, plus one unit in the last place. The largest single error, which
+depends on a few roundings, may be four times torch's largest.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class KernelsConformance(KernelsHarness):
         _, v = kernels.read(batch.storage, self._slots(batch))
         expected = v.repeat_interleave(3, 1)
         if batch.storage.spec.kv_dtype.has_rotated_values:
-            # Outputs may be rounded to their dtype before they are rotated back, and are again then.
+            # Outputs may be rounded to their dtype before they are rotated back, and once more after that.
             bound = torch.finfo(out.dtype).eps * expected.norm(dim=-1).max()
             assert (out.float() - expected).abs().max() <= bound
         else:
@@ -237,7 +237,7 @@ class KernelsConformance(KernelsHarness):
     def test_slots_that_hold_no_token_never_matter(
         self, kernels: AttentionKernels, precision: tuple[torch.dtype, str], poison: str
     ) -> None:
-        """NaN and Inf stand in every slot beyond the contexts, as in blocks that served others before."""
+        """Fills every slot after the contexts with NaN and Inf, as in blocks that other sequences have used."""
         longest = self.profile.max_context_tokens
         lengths = [(longest - 1, 1), (0, 1), (36, 1), (longest - 20, 20), (0, 5), (2, 33)]
         for group_size in (1, self.profile.group_sizes[-1]):
@@ -269,7 +269,7 @@ class KernelsConformance(KernelsHarness):
             assert not out[2:4].any()
 
     def test_strided_inputs(self, kernels: AttentionKernels, precision: tuple[torch.dtype, str]) -> None:
-        """Queries, keys and values are slices of one fused projection."""
+        """Passes queries, keys and values as slices of one fused projection."""
         spec = make_spec(64)
         batch = self._batch(kernels, spec, 16, precision, [(0, 30)])
         heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
@@ -291,7 +291,7 @@ class KernelsConformance(KernelsHarness):
         assert all(has_same_bytes(tensor, stored[name]) for name, tensor in batch.storage.tensors.items())
 
     def test_offsets_beyond_31_bits(self, kernels: AttentionKernels, far_kv_dtype: tuple[torch.dtype, str]) -> None:
-        """The last block begins more than 2^31 elements into keys and into values."""
+        """Uses a last block that begins more than 2^31 elements into keys and into values."""
         spec = AttentionSpec(num_heads=8, num_kv_heads=8, head_dim=256, v_head_dim=256)
         cache_spec = self._cache_spec(kernels, spec, 256, *far_kv_dtype)
         num_blocks = 2**31 // (8 * 256 * 256) + 3

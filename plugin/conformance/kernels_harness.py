@@ -1,4 +1,4 @@
-"""What the suite for attention kernels is made of: sizes, random paged batches, and the check against the oracle."""
+"""Parts of the suite for attention kernels: sizes, random paged batches, and the check against the oracle."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ FEATURES: dict[str, Callable[[AttentionSpec], AttentionSpec]] = {
     "narrow values": lambda spec: replace(spec, v_head_dim=32),
     "wide values": lambda spec: replace(spec, v_head_dim=128),
 }
-"""What a model's layer may ask for, by name: changes to a plain spec."""
+"""Features of layers by name, as changes to a plain spec."""
 
 POISONS = {
     f"{value} in {where}": (float(value) if "k" in where else None, float(value) if "v" in where else None)
     for value, where in product(("nan", "inf", "-inf"), ("k", "v", "k and v"))
 }
-"""(of keys, of values), by name; None leaves those finite."""
+"""Fill values (of keys, of values) by name; None leaves finite values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Sizes of a run."""
+    """Sizes of the tests."""
 
     max_context_tokens: int
     head_dims: tuple[int, ...]
     group_sizes: tuple[int, ...]
-    """Query heads a KV head."""
+    """Query heads per KV head."""
     block_sizes: tuple[int, ...]
     num_random_batches: int
     has_large_offsets: bool
@@ -91,7 +91,7 @@ REDUCED = Profile(
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Rows of stored tokens and the queries of their new ones."""
+    """Rows with stored tokens, and the queries of their new tokens."""
 
     storage: KVStorage
     rows: list[Row]
@@ -112,7 +112,7 @@ class KernelsHarness:
     profile: ClassVar[Profile] = FULL
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Fills the tests' parameters from what the subclass says."""
+        """Parametrizes the tests from the subclass's attributes."""
         names = known_kv_dtypes()
         own = [(dtype, KV_DTYPE_OF_TORCH[dtype].name) for dtype in self.dtypes]
         quantized = [(self.dtypes[-1], name) for name in names if find_kv_dtype(name).is_quantized]
@@ -158,9 +158,9 @@ class KernelsHarness:
         static_factor: float = 1.0,
         seed: int = 0,
     ) -> PagedBatch:
-        """Stores random tokens in blocks that hold zeros, or what `poison` (of keys, of values) says.
+        """Stores random tokens in blocks filled with zeros, or with `poison` (of keys, of values).
 
-        Storage, slots, tokens and queries depend on the other arguments alone, so that two calls make equal batches.
+        Storage, slots, tokens and queries depend only on the other arguments, so that two calls make equal batches.
         """
         dtype, name = precision
         cache_spec = self._cache_spec(kernels, spec, block_size, dtype, name)
@@ -203,7 +203,7 @@ class KernelsHarness:
         return kernels.attend(batch.q, batch.storage, metadata, batch.options)
 
     def _check(self, kernels: AttentionKernels, batch: PagedBatch) -> None:
-        """Holds the kernels' output against dense attention over what they stored."""
+        """Compares the kernels' output with dense attention over what they stored."""
         out = self._attend(kernels, batch)
         assert out.shape == (*batch.q.shape[:2], batch.storage.spec.v_head_dim)
         assert out.dtype == batch.q.dtype
@@ -235,7 +235,7 @@ class KernelsHarness:
         return k.view(-1, block_size, *k.shape[1:]), v.view(-1, block_size, *v.shape[1:])
 
     def _static_scales(self, cache_spec: KVCacheSpec, factor: float) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Scales for KV dtypes that take theirs from outside: another one for each head, for keys and for values."""
+        """Static scales for KV dtypes that need them: a different one for each head, for keys and for values."""
         kv_dtype = cache_spec.kv_dtype
         if ScaleGranularity.STATIC not in (kv_dtype.key_scales, kv_dtype.value_scales):
             return None
@@ -245,7 +245,7 @@ class KernelsHarness:
         return factor * (5 + heads / 4) / largest, factor * (6 + heads / 2) / largest
 
     def _lazy_zeros(self, num_blocks: int, like: torch.Tensor) -> torch.Tensor:
-        """Zeros of which a CPU maps only the pages that are touched. Skips the test where there is no room."""
+        """Zeros of which a CPU maps only the pages in use. Skips the test if there is not enough memory."""
         shape = (num_blocks, *like.shape[1:])
         if self.device.type == "cpu":
             try:
@@ -269,7 +269,7 @@ def _largest(x: torch.Tensor) -> float:
 
 @cache
 def _find_kernels(name: str) -> type[AttentionKernels]:
-    """Entry points are read once, not for each of some thousand tests."""
+    """Loads kernels by name; cached, because there are some thousand tests."""
     return load_plugin(KERNELS, name)
 
 
@@ -284,7 +284,7 @@ def make_copies(sources: Sequence[int], targets: Sequence[int]) -> list[BlockCop
 
 
 def has_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bit by bit, which NaN are too."""
+    """Compares bit by bit, so that equal NaN are equal."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 

@@ -1,4 +1,4 @@
-"""What every `ModelAdapter` plugin must do, as a pytest suite.
+"""Conformance suite for `ModelAdapter` plugins, in pytest.
 
 A plugin author's test file:
 
@@ -25,14 +25,14 @@ from pagedkv.plugin.registry import KERNELS, load_plugin
 BLOCK_SIZE = 16
 NUM_BLOCKS = 32
 TOLERANCE = 1e-4
-"""Between logits of the same token in another batch, relative to the largest logit."""
+"""Largest difference of the logits of one token in two batches, relative to the largest logit."""
 
 Chunk = tuple[int, int, int]
 """Sequence, first token, number of tokens."""
 
 
 class CountingKernels:
-    """Notes which layer's storage was attended to."""
+    """Records which layer's storage was attended to."""
 
     def __init__(self, kernels: AttentionKernels, storage: Sequence[KVStorage]) -> None:
         self._kernels = kernels
@@ -50,7 +50,7 @@ class CountingKernels:
 
 
 class PagedForward:
-    """Runs chunks of sequences through an adapter, over blocks of the reference kernels; sequence i has its own."""
+    """Runs chunks of sequences through an adapter, over blocks of the reference kernels. Each sequence has its own."""
 
     def __init__(self, adapter: ModelAdapter, sequences: Sequence[Sequence[int]]) -> None:
         self._adapter = adapter
@@ -66,7 +66,7 @@ class PagedForward:
         self._block_table = order.int().view(len(sequences), NUM_BLOCKS)
 
     def run(self, chunks: Sequence[Chunk], logit_rows: Sequence[int] | None = None) -> torch.Tensor:
-        """[num_rows, vocab_size] float32 logits, of every token unless rows are given."""
+        """Returns [num_rows, vocab_size] float32 logits, of every token unless rows are given."""
         positions = torch.cat([torch.arange(start, start + num) for _, start, num in chunks])
         token_ids = torch.tensor([id_ for i, start, num in chunks for id_ in self._sequences[i][start : start + num]])
         rows = torch.tensor([row for row, (_, _, num) in enumerate(chunks) for _ in range(num)])
@@ -87,13 +87,13 @@ class PagedForward:
 
 
 class ModelAdapterConformance:
-    """The suite. Subclass it and say how to make an adapter."""
+    """The suite. Subclass it and implement `make_adapter`."""
 
     sequences: ClassVar[Sequence[Sequence[int]]] = (list(range(3, 60)), [9, 4] * 20, [7] * 33)
-    """Token ids that the model knows; at most 512 a sequence."""
+    """Sequences of token ids within the model's vocabulary, at most 512 tokens each."""
 
     def make_adapter(self) -> ModelAdapter:
-        """A small model in float32 on the CPU, loaded."""
+        """Returns an adapter with a small model in float32 loaded on the CPU."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -102,7 +102,7 @@ class ModelAdapterConformance:
 
     @pytest.fixture
     def whole(self, adapter: ModelAdapter) -> list[torch.Tensor]:
-        """Logits of every token of each sequence, run alone and in one piece."""
+        """Logits of every token of each sequence, each run alone and in one step."""
         return [
             PagedForward(adapter, self.sequences).run([(index, 0, len(sequence))])
             for index, sequence in enumerate(self.sequences)

@@ -1,4 +1,4 @@
-"""What every `Scheduler` plugin must do, as a pytest suite that is run by the plugin's registered name.
+"""Conformance suite for `Scheduler` plugins, in pytest. It loads the plugin by its registered name.
 
 A plugin author's test file:
 
@@ -8,9 +8,10 @@ A plugin author's test file:
         scheduler_name = "mine"                        # as in [project.entry-points."pagedkv.schedulers"]
         cache_manager_name = "paged"                   # default
 
-pytest runs it as any test class; `pytest` and `hypothesis` must be installed. Nothing is asked about policy (who goes
-first, who is preempted), only what any policy owes: each sequence ends with exactly the tokens that it has alone, the
-budget is kept, blocks come back, and equal calls give equal plans. `SchedulerHarness` checks this at every step.
+pytest runs it like any test class; `pytest` and `hypothesis` must be installed. The suite does not test the policy
+(which sequence runs first, which is preempted), only what every policy must do: each sequence ends with exactly the
+tokens that it has alone, the budget is kept, blocks are released, and equal calls give equal plans. `SchedulerHarness`
+checks this at every step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pagedkv.plugin.resolved_config import SchedulerSettings
 
 
 class SchedulerConformance:
-    """Subclass and name the plugin."""
+    """The suite. Subclass it and set `scheduler_name`."""
 
     scheduler_name: ClassVar[str]
     cache_manager_name: ClassVar[str] = "paged"
@@ -52,7 +53,7 @@ class SchedulerConformance:
         vocab_size: int = 1000,
         has_prefix_cache: bool = True,
     ) -> SchedulerHarness:
-        """The scheduler under test, over a fresh cache."""
+        """Makes the scheduler under test, over a new cache."""
         settings = SchedulerSettings(self.scheduler_name, max_step_tokens, max_num_sequences, block_size)
 
         def make_replica() -> tuple[Scheduler, CacheManager]:
@@ -229,7 +230,7 @@ class SchedulerConformance:
         harness.check_ended()
 
     def test_any_order_of_calls(self) -> None:
-        """Two replicas given the same random calls agree, keep every rule and end empty."""
+        """Checks that two replicas with the same random calls agree, keep every rule and end empty."""
 
         class Machine(SchedulerMachine):
             suite = self
@@ -241,7 +242,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random calls on a tiny vocabulary and a tiny pool: prefixes collide, the cache overflows all the time."""
+    """Random calls on a tiny vocabulary and a tiny pool: prefixes are often equal, and the cache is often full."""
 
     suite: SchedulerConformance
 

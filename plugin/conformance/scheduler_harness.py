@@ -19,12 +19,12 @@ MakeReplica = Callable[[], tuple[Scheduler, CacheManager]]
 
 
 def kv_of_token(previous_kv: int, token_id: int) -> int:
-    """A stand-in for a token's KV: depends on everything before it."""
+    """A number in place of a token's KV. It depends on all tokens before it."""
     return (previous_kv * 1_000_003 + token_id + 1) % (2**61 - 1)
 
 
 def kv_of_namespace(namespace: CacheNamespace) -> int:
-    """The KV that the first token of a namespace follows."""
+    """The number before the first token of a namespace."""
     kv = 1
     for byte in f"{len(namespace.salt)}:{namespace.salt}{namespace.adapter_id}".encode():
         kv = kv_of_token(kv, byte)
@@ -32,14 +32,14 @@ def kv_of_namespace(namespace: CacheNamespace) -> int:
 
 
 def choose_token(kv: int, vocab_size: int) -> int:
-    """The token that the stand-in for a model generates after a token with this KV."""
+    """The next token after a token with this KV, in place of a model's."""
     return (kv >> 7) % vocab_size
 
 
 def generate_alone(
     prompt_ids: Sequence[int], num_new_tokens: int, vocab_size: int, namespace: CacheNamespace | None = None
 ) -> list[int]:
-    """What a sequence has to generate, computed without any cache."""
+    """The right output of a sequence, computed without a cache."""
     kv = kv_of_namespace(namespace or CacheNamespace())
     for token_id in prompt_ids:
         kv = kv_of_token(kv, token_id)
@@ -52,7 +52,7 @@ def generate_alone(
 
 @dataclass
 class LiveSequence:
-    """What the harness knows of a sequence without asking the scheduler."""
+    """The harness's own state of a sequence."""
 
     new: NewSequence
     token_ids: list[int]
@@ -69,12 +69,12 @@ class LiveSequence:
 
 
 class SchedulerHarness:
-    """One or more replicas of scheduler and cache given the same calls; all must decide the same.
+    """Drives one or more replicas of scheduler and cache with the same calls, and checks that all decide the same.
 
     Args:
         make_replica: makes a scheduler and the cache manager that it owns, with `settings`.
-        num_replicas: two or more compare plans.
-        vocab_size: of the stand-in for a model.
+        num_replicas: two or more compare their plans.
+        vocab_size: number of different tokens.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SchedulerHarness:
         self.live: dict[RequestId, LiveSequence] = {}
         self.ended: dict[RequestId, LiveSequence] = {}
         self.num_computed_tokens = 0
-        """Over all steps and sequences."""
+        """Total over all steps and sequences."""
         self._plans: list[StepPlan] = []
         self._memory: dict[int, int] = {}
         self._num_ids = 0
@@ -105,7 +105,7 @@ class SchedulerHarness:
         parent_id: RequestId | None = None,
         may_reuse_prefix: bool = True,
     ) -> RequestId:
-        """Adds a sequence under a new id. Raises what the scheduler raises; it must then do so in every replica."""
+        """Adds a sequence under a new id. Raises the scheduler's error, which must be the same in every replica."""
         new = NewSequence(
             RequestId(self._num_ids),
             tuple(prompt_ids),
@@ -121,7 +121,7 @@ class SchedulerHarness:
         return new.id
 
     def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
-        """Schedules a step and checks the plan; `finish_step` or `fail` has to follow where it has rows."""
+        """Schedules a step and checks the plan. If it has rows, call `finish_step` or `fail` next."""
         left = {
             id_ for id_, sequence in self.live.items() if len(sequence.token_ids) - sequence.num_computed_tokens == 1
         }
@@ -161,7 +161,7 @@ class SchedulerHarness:
         return self.finish_step()
 
     def fail(self) -> None:
-        """The scheduled step fails in the middle: its slots hold anything, its sequences are gone."""
+        """Makes the scheduled step fail in the middle: its slots are undefined, its sequences have ended."""
         for row in self._plans[0].scheduled:
             for slot in self._slots(row, row.start, row.start + row.num_tokens):
                 self._memory[slot] = -1
@@ -178,7 +178,7 @@ class SchedulerHarness:
         self.check_integrity()
 
     def drain(self, max_steps: int = 100_000) -> int:
-        """Steps until every sequence has ended with its tokens; returns how many steps it took."""
+        """Runs steps until every sequence has ended with its tokens. Returns the number of steps."""
         num_steps = 0
         while self.live:
             assert num_steps < max_steps, f"{len(self.live)} sequences don't end"
@@ -188,7 +188,7 @@ class SchedulerHarness:
         return num_steps
 
     def check_ended(self) -> None:
-        """Every ended sequence has the tokens that it has alone; a scheduler without sequences holds no block."""
+        """Checks that ended sequences have the right tokens, and that a scheduler without sequences holds no block."""
         for id_, sequence in self.ended.items():
             new = sequence.new
             expected = generate_alone(new.prompt_ids, new.max_new_tokens, self.vocab_size, new.namespace)
@@ -271,7 +271,7 @@ class SchedulerHarness:
 
 
 def describe_plan(plan: StepPlan) -> tuple[object, ...]:
-    """A plan by value, block tables too, to compare with another one."""
+    """Returns a plan's values, with block tables, to compare it with another plan."""
     rows = [
         (row.id, row.start, row.num_tokens, tuple(row.block_table), row.is_last_chunk, row.num_cached_tokens)
         for row in plan.scheduled

@@ -1,7 +1,7 @@
-"""Runs code in several processes that serve one model together, and tells how each of them ended.
+"""Runs code in several processes as shards of one model, and reports how each of them ended.
 
-For scripts: the processes are forked, so that libraries are loaded once, and a process that has run threads of torch or
-gRPC must not be forked.
+For use in scripts: the processes are forked, so that libraries are loaded once, and a process that has run threads of
+torch or gRPC must not be forked.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class ShardOutcome:
     """How one shard ended."""
 
     code: int
-    """0, or 3 after a failure of the group, or negative for the signal that ended it."""
+    """Exit code: 0, or 3 after a failure of the group, or negative for the signal that ended it."""
     result: Any
-    """What the body returned, as JSON keeps it; None where it did not return."""
+    """What the body returned, after a round trip through JSON; None if it did not return."""
     failure: str
-    """What the failure handler was told."""
+    """The message that the failure handler got."""
     duration_s: float
-    """From the start of all to the end of this one."""
+    """Time from the start of all shards to the end of this one."""
 
 
 def run_shards(
     body: Callable[[ShardGroup], Any], num_shards: int = 2, *, step_timeout_s: float = 30.0, timeout_s: float = 120.0
 ) -> list[ShardOutcome]:
-    """Forks the shards, lets them join over gloo and run `body`, and waits for all; what runs too long is killed."""
+    """Forks shards that join over gloo and run `body`; waits for all, and kills those that run too long."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:

@@ -1,9 +1,9 @@
-"""A tiny model whose next token depends on every token and place of its context, through the real cache.
+"""A tiny model whose next token depends on every token and position of its context, through the real cache.
 
-Each token stores a fingerprint of itself and its place as its value; attention with equal weights over the context is
-then the mean fingerprint, and the logits are a fixed projection of it. A block with wrong, missing or stale content
-changes the output; `continue_greedily` tells the right one without any cache. No weights, no tokenizer: a step costs
-nearly nothing, so that what is measured around it is the backend.
+Each token's value is a fingerprint of the token and its position. Attention with equal weights over the context gives
+the mean fingerprint, and the logits are a fixed projection of it. A block with wrong, missing or stale content changes
+the output; `continue_greedily` computes the right one without a cache. There are no weights and no tokenizer: a step
+takes almost no time, so that a measurement around it shows the backend's time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD_DIM = 32
 
 
 class TokenModel:
-    """Fits the ModelAdapter interface; made directly, as it has no checkpoint."""
+    """A ModelAdapter without a checkpoint; create it directly."""
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
 
@@ -67,7 +67,7 @@ class TokenModel:
         return mean[batch.logit_rows, 0] @ self._projection
 
     def continue_greedily(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The right output: no cache, no batch."""
+        """Computes the right output, without a cache or a batch."""
         token_ids = list(prompt_ids)
         positions = torch.arange(len(token_ids) + num_tokens)
         total = self._fingerprints(torch.tensor(token_ids), positions[: len(token_ids)]).sum(0)
