@@ -66,6 +66,8 @@ class WarmupLimits:
     """Prompt tokens of one step."""
     max_batch_size: int = 0
     """Sequences in one step."""
+    may_chunk_prefill: bool = True
+    """Whether a prompt may spread over several steps; if not, max_prefill_tokens bounds a max_input_tokens of 0 too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ class Capacity:
     max_cache_tokens: int
     """Tokens that are reported as the cache's size: physical slots × overcommit."""
     max_input_tokens: int
+    """Longest prompt that is taken: as asked for, else at least 1 and below max_total_tokens."""
     max_total_tokens: int
+    """Longest prompt and output that are taken, as asked for; a request of so many runs to its end."""
     num_blocks: int
     """Physical blocks; for a contiguous cache, tokens."""
 
@@ -97,7 +101,8 @@ class Backend(Protocol):
         """Sizes and allocates the cache.
 
         On a device with its own memory it first runs the largest step, so that no later step runs out of memory. May be
-        called again while no request is live; the cache is empty after that.
+        called again while no request is live; the cache is empty after that. Lengths that are asked for are reported
+        unchanged or refused; `pagedkv.plugin.limits` resolves the others.
 
         Raises:
             CapacityError: one request of the limits does not fit into the budget.

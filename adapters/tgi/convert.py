@@ -169,7 +169,7 @@ def to_info(info: BackendInfo, has_chunked_prefill: bool) -> pb.InfoResponse:
         requires_padding=info.requires_padding,
         dtype=str(info.dtype),
         device_type=info.device.type,
-        window_size=info.model.sliding_window,
+        # No window_size, though a model may have one: a router would count no token beyond it, and all are kept here.
         speculate=0,
         support_chunking=info.can_chunk_prefill and has_chunked_prefill,
         use_prefix_caching=info.has_prefix_cache,
@@ -178,18 +178,27 @@ def to_info(info: BackendInfo, has_chunked_prefill: bool) -> pb.InfoResponse:
     )
 
 
-def to_limits(request: pb.WarmupRequest) -> WarmupLimits:
+def to_limits(request: pb.WarmupRequest, may_chunk_prefill: bool) -> WarmupLimits:
+    """`may_chunk_prefill`: as Info told. A router that was told otherwise ends at start unless one step's budget, its
+    max_prefill_tokens, holds the longest prompt."""
     return WarmupLimits(
         max_input_tokens=request.max_input_tokens,
         max_total_tokens=request.max_total_tokens,
         max_prefill_tokens=request.max_prefill_tokens,
+        may_chunk_prefill=may_chunk_prefill,
     )
 
 
-def to_warmup_response(request: pb.WarmupRequest, capacity: Capacity, requires_padding: bool) -> pb.WarmupResponse:
-    """Returns the response to a warm-up: the limits that the client set, unchanged, and those that it left open."""
+def to_warmup_response(request: pb.WarmupRequest, capacity: Capacity, info: BackendInfo) -> pb.WarmupResponse:
+    """Returns the response to a warm-up: what the router may hand out.
+
+    A router keeps its block 0 back for probes and never gives it to a request. So one block more is told than there is:
+    a request of max_total_tokens then runs in a cache of exactly that size. A router also ends at start when it is told
+    less than its own max_prefill_tokens; requests beyond the cache wait in the backend.
+    """
+    supported_tokens = max(capacity.max_cache_tokens + info.block_size, request.max_prefill_tokens)
     return pb.WarmupResponse(
-        max_supported_total_tokens=None if requires_padding else min(capacity.max_cache_tokens, 2**32 - 1),
-        max_input_tokens=request.max_input_tokens or capacity.max_input_tokens,
-        max_total_tokens=request.max_total_tokens or capacity.max_total_tokens,
+        max_supported_total_tokens=None if info.requires_padding else min(supported_tokens, 2**32 - 1),
+        max_input_tokens=capacity.max_input_tokens,
+        max_total_tokens=capacity.max_total_tokens,
     )

@@ -187,8 +187,8 @@ class GenerationService:
     async def warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         """Warms the backend up. The request's batch is not run: the backend builds the largest step of the limits
         itself, with prompt log-probabilities and top tokens."""
-        capacity = await self.warm_up(to_limits(request))
-        return to_warmup_response(request, capacity, self._info.requires_padding)
+        capacity = await self.warm_up(to_limits(request, self._info_message.support_chunking))
+        return to_warmup_response(request, capacity, self._info)
 
     async def clear_cache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         batch_ids = [request.id] if request.HasField("id") else None

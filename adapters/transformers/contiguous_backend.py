@@ -22,6 +22,7 @@ from pagedkv.plugin.distributed import joined_group
 from pagedkv.plugin.errors import StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
+from pagedkv.plugin.limits import resolve_limits
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
@@ -30,7 +31,7 @@ from pagedkv.plugin.stats import BackendStats, Counters
 
 from .contiguous_batch import ContiguousBatch, LiveRow, join_rows, split_rest
 from .contiguous_model import ContiguousModel
-from .contiguous_sizing import ContiguousLimits, compute_limits, resolve_lengths
+from .contiguous_sizing import ContiguousCapacity, compute_capacity
 from .contiguous_stats import check_rows, make_stats
 from .contiguous_warmup import find_largest_batch, measure_prefill, run_full_decode
 
@@ -48,7 +49,7 @@ class ContiguousBackend:
         self._model: ContiguousModel | None = model
         self._sampler = Sampler(model.spec.vocab_size, model.device)
         self._bytes_per_token = model.bytes_per_token
-        self._limits: ContiguousLimits | None = None
+        self._capacity: ContiguousCapacity | None = None
         self._waiting: dict[RequestId, LiveRow] = {}
         self._batches: list[ContiguousBatch] = []
         self._counters = Counters()
@@ -78,23 +79,23 @@ class ContiguousBackend:
         model = self._require_model()
         if self.has_unfinished():
             raise UnavailableError("the cache can't be sized while requests are running; end them first")
-        self._limits = None
-        lengths = resolve_lengths(limits, self._config, model.spec)
+        resolved = resolve_limits(limits, self._config, model.spec, can_chunk_prefill=self._info.can_chunk_prefill)
+        self._capacity = None
         activation_bytes = measure_prefill(
             model,
             self._sampler,
-            max_prefill_tokens=limits.max_prefill_tokens or self._config.scheduler.max_step_tokens,
-            max_input_tokens=lengths.max_input_tokens,
-            max_rows=limits.max_batch_size or self._config.scheduler.max_num_sequences,
+            max_prefill_tokens=resolved.max_prefill_tokens,
+            max_input_tokens=resolved.max_input_tokens,
+            max_rows=resolved.max_num_sequences,
         )
-        fitting = compute_limits(
-            lengths, limits, self._config, bytes_per_token=self._bytes_per_token, activation_bytes=activation_bytes
+        fitting = compute_capacity(
+            resolved, self._config, bytes_per_token=self._bytes_per_token, activation_bytes=activation_bytes
         )
-        self._limits = self._try_decoding(model, fitting)
-        return self._describe_capacity(self._limits)
+        self._capacity = self._try_decoding(model, fitting)
+        return self._describe_capacity(self._capacity)
 
     def add(self, requests: Sequence[Request]) -> None:
-        limits, model = self._require_limits(), self._require_model()
+        limits, model = self._require_capacity().limits, self._require_model()
         validate_requests(
             requests, self._live_ids(), model.spec.vocab_size, limits.max_input_tokens, limits.max_total_tokens
         )
@@ -104,9 +105,9 @@ class ContiguousBackend:
 
     def step(self, only: Collection[RequestId] | None = None) -> list[StepOutput]:
         """Prefills waiting requests if there is room for one, else decodes the running ones together."""
-        limits, model = self._require_limits(), self._require_model()
+        capacity, model = self._require_capacity(), self._require_model()
         ids = self._live_ids() if only is None else self._live_ids().intersection(only)
-        batch = self._admit(limits, model, ids) or self._join_running(ids)
+        batch = self._admit(capacity, model, ids) or self._join_running(ids)
         if batch is None:
             return []
         num_decoding = sum(row.num_computed_tokens > 0 for row in batch.rows)
@@ -135,59 +136,64 @@ class ContiguousBackend:
         return bool(self._waiting or self._batches)
 
     def stats(self) -> BackendStats:
-        return make_stats(self._counters, self._limits, self._running_rows(), len(self._waiting), self._bytes_per_token)
+        return make_stats(
+            self._counters, self._capacity, self._running_rows(), len(self._waiting), self._bytes_per_token
+        )
 
     def check_integrity(self) -> None:
-        if self._limits is not None:
-            check_rows(self._limits, self._waiting.keys(), self._batches, self._bytes_per_token)
+        if self._capacity is not None:
+            check_rows(self._capacity, self._waiting.keys(), self._batches, self._bytes_per_token)
 
     def close(self) -> None:
         self._waiting.clear()
         self._batches.clear()
-        self._model = self._limits = None
+        self._model = self._capacity = None
 
-    def _try_decoding(self, model: ContiguousModel, limits: ContiguousLimits) -> ContiguousLimits:
+    def _try_decoding(self, model: ContiguousModel, capacity: ContiguousCapacity) -> ContiguousCapacity:
         """On a GPU the rows that fit by calculation are run; a CPU's memory can't be tried without swapping."""
         if model.device.type != "cuda":
-            return limits
+            return capacity
         num_rows = find_largest_batch(
-            lambda rows: run_full_decode(model, self._sampler, rows, limits.max_total_tokens), limits.max_rows
+            lambda rows: run_full_decode(model, self._sampler, rows, capacity.limits.max_total_tokens),
+            capacity.max_rows,
         )
-        return replace(limits, max_rows=num_rows)
+        return replace(capacity, max_rows=num_rows)
 
-    def _describe_capacity(self, limits: ContiguousLimits) -> Capacity:
+    def _describe_capacity(self, capacity: ContiguousCapacity) -> Capacity:
+        limits = capacity.limits
         logger.info(
             "KV cache: room for %d requests of %d tokens each, %.1f MiB; attention %s",
-            limits.max_rows,
+            capacity.max_rows,
             limits.max_total_tokens,
-            limits.max_rows * limits.max_total_tokens * self._bytes_per_token / 2**20,
+            capacity.max_rows * limits.max_total_tokens * self._bytes_per_token / 2**20,
             self._info.attention_kernels,
         )
         return Capacity(
-            max_cache_tokens=int(limits.capacity_tokens * self._config.cache.overcommit),
+            max_cache_tokens=int(capacity.num_tokens * self._config.cache.overcommit),
             max_input_tokens=limits.max_input_tokens,
             max_total_tokens=limits.max_total_tokens,
-            num_blocks=limits.capacity_tokens,
+            num_blocks=capacity.num_tokens,
         )
 
     def _admit(
-        self, limits: ContiguousLimits, model: ContiguousModel, ids: Collection[RequestId]
+        self, capacity: ContiguousCapacity, model: ContiguousModel, ids: Collection[RequestId]
     ) -> ContiguousBatch | None:
         """Takes waiting requests, in order, while there is room for their longest answer and for the prefill."""
-        num_free_rows = limits.max_rows - len(self._running_rows())
+        num_free_rows = capacity.max_rows - len(self._running_rows())
+        max_prefill_tokens = capacity.limits.max_prefill_tokens
         rows: list[LiveRow] = []
         width = 0
         for row in self._waiting.values():
             if row.id not in ids:
                 continue
             width = max(width, len(row.token_ids))
-            if len(rows) == num_free_rows or (rows and (len(rows) + 1) * width > limits.max_prefill_tokens):
+            if len(rows) == num_free_rows or (rows and (len(rows) + 1) * width > max_prefill_tokens):
                 break
             rows.append(row)
         for row in rows:
             del self._waiting[row.id]
             row.admitted_s = time.monotonic()
-        return ContiguousBatch(rows, model.make_cache(limits.max_total_tokens), model.device) if rows else None
+        return ContiguousBatch(rows, model.make_cache(capacity.limits.max_total_tokens), model.device) if rows else None
 
     def _join_running(self, ids: Collection[RequestId]) -> ContiguousBatch | None:
         """Takes the running rows of some ids out of their batches, as one batch."""
@@ -259,11 +265,11 @@ class ContiguousBackend:
             raise UnavailableError("the backend is closed")
         return self._model
 
-    def _require_limits(self) -> ContiguousLimits:
+    def _require_capacity(self) -> ContiguousCapacity:
         self._require_model()
-        if self._limits is None:
+        if self._capacity is None:
             raise UnavailableError("the backend is not warmed up; call warmup first")
-        return self._limits
+        return self._capacity
 
 
 def _describe(config: ResolvedConfig, model: ContiguousModel) -> BackendInfo:

@@ -9,19 +9,19 @@ from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.stats import BackendStats, Counters
 
 from .contiguous_batch import ContiguousBatch, LiveRow
-from .contiguous_sizing import ContiguousLimits
+from .contiguous_sizing import ContiguousCapacity
 
 
 def make_stats(
     counters: Counters,
-    limits: ContiguousLimits | None,
+    capacity: ContiguousCapacity | None,
     running: Sequence[LiveRow],
     num_waiting: int,
     bytes_per_token: int,
 ) -> BackendStats:
     """A running request holds room for `max_total_tokens`; a block is one slot of it."""
-    num_total = limits.capacity_tokens if limits else 0
-    num_reserved = len(running) * limits.max_total_tokens if limits else 0
+    num_total = capacity.num_tokens if capacity else 0
+    num_reserved = len(running) * capacity.limits.max_total_tokens if capacity else 0
     num_used = sum(row.num_computed_tokens for row in running)
     return BackendStats(
         running=len(running),
@@ -51,18 +51,21 @@ def make_stats(
 
 
 def check_rows(
-    limits: ContiguousLimits, waiting: Collection[RequestId], batches: Sequence[ContiguousBatch], bytes_per_token: int
+    capacity: ContiguousCapacity,
+    waiting: Collection[RequestId],
+    batches: Sequence[ContiguousBatch],
+    bytes_per_token: int,
 ) -> None:
     """Recomputes from rows and tensors. Raises IntegrityError where they disagree."""
     ids = [row.id for batch in batches for row in batch.rows]
     _require(len(set(ids)) == len(ids), "a request runs twice")
     _require(not set(waiting).intersection(ids), "a request waits and runs at once")
-    _require(len(ids) <= limits.max_rows, f"{len(ids)} rows run, there is room for {limits.max_rows}")
+    _require(len(ids) <= capacity.max_rows, f"{len(ids)} rows run, there is room for {capacity.max_rows}")
     for batch in batches:
         known = [len(row.token_ids) - 1 for row in batch.rows]
         computed = [row.num_computed_tokens for row in batch.rows]
         num_columns = batch.cache.num_columns
-        reserved_bytes = len(batch.rows) * limits.max_total_tokens * bytes_per_token
+        reserved_bytes = len(batch.rows) * capacity.limits.max_total_tokens * bytes_per_token
         _require(computed == known, f"rows of {known} known tokens have {computed} computed, not all but the newest")
         _require(num_columns == max(known), f"rows of {known} tokens are {num_columns} columns wide")
         _require(batch.cache.num_reserved_bytes == reserved_bytes, "a batch holds other room than it reserved")

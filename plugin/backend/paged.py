@@ -13,7 +13,6 @@ import torch
 from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.backend.agreement import StepAgreement
 from pagedkv.plugin.backend.executor import StepExecutor
-from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.pacing import StepPacer
 from pagedkv.plugin.backend.profile import measure_activation_bytes
 from pagedkv.plugin.backend.sequence import LiveSequence
@@ -32,6 +31,7 @@ from pagedkv.plugin.interface import (
     WarmupLimits,
 )
 from pagedkv.plugin.kv_scales import LayerScales, load_kv_scales, warn_of_unsafe_scales
+from pagedkv.plugin.limits import ResolvedLimits, resolve_limits
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, load_plugin
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
@@ -52,7 +52,7 @@ class Pool:
 
     cache: CacheManager
     scheduler: Scheduler
-    limits: EffectiveLimits
+    limits: ResolvedLimits
 
 
 class PagedBackend:
@@ -108,15 +108,15 @@ class PagedBackend:
         self._refuse_closed()
         if self._sequences:
             raise UnavailableError("the cache can't be sized while requests are running; end them first")
+        resolved = resolve_limits(limits, self._config, self._model.spec, can_chunk_prefill=self.info.can_chunk_prefill)
         self._pool = None
-        effective = EffectiveLimits.create(limits, self._config, self._model.spec)
         with self._agreement.warming_up():
-            num_blocks = self._size_pool(effective)
+            num_blocks = self._size_pool(resolved)
             self._executor.allocate(num_blocks)
-            self._executor.prepare_decodes(self._config.graph_batch_sizes, effective.max_total_tokens)
+            self._executor.prepare_decodes(self._config.graph_batch_sizes, resolved.max_total_tokens)
             self._agree_on_padded_decodes()
-        self._pool = self._make_pool(num_blocks, effective)
-        return self._describe_capacity(num_blocks, effective)
+        self._pool = self._make_pool(num_blocks, resolved.fit(num_blocks * self._config.cache.block_size))
+        return self._describe_capacity(num_blocks, self._pool.limits)
 
     def add(self, requests: Sequence[Request]) -> None:
         pool = self._require_pool()
@@ -219,21 +219,22 @@ class PagedBackend:
         if not agree_on_minimum(int(self._executor.has_padded_decodes)):
             self._executor.drop_padded_decodes()
 
-    def _size_pool(self, limits: EffectiveLimits) -> int:
+    def _size_pool(self, limits: ResolvedLimits) -> int:
         device, block_size = self._config.device, self._config.cache.block_size
         activation_bytes = measure_activation_bytes(self._executor, self._config, limits)
         blocks_per_request = -(-limits.max_total_tokens // block_size)
+        min_num_blocks = -(-limits.min_cache_tokens // block_size)
         return size_pool(
             self._config.cache.budget,
             device,
             bytes_per_block=self._executor.bytes_per_block,
             used_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
             activation_bytes=activation_bytes,
-            min_num_blocks=blocks_per_request if limits.is_total_demanded else 1,
+            min_num_blocks=min_num_blocks,
             max_num_blocks=blocks_per_request * self._config.scheduler.max_num_sequences,
         )
 
-    def _make_pool(self, num_blocks: int, limits: EffectiveLimits) -> Pool:
+    def _make_pool(self, num_blocks: int, limits: ResolvedLimits) -> Pool:
         config = self._config
         cache = load_plugin(CACHE_MANAGERS, config.cache.manager).create(
             num_blocks,
@@ -245,10 +246,9 @@ class PagedBackend:
         scheduler = load_plugin(SCHEDULERS, config.scheduler.name).create(config.scheduler, cache, num_tokens)
         return Pool(cache, scheduler, limits)
 
-    def _describe_capacity(self, num_blocks: int, limits: EffectiveLimits) -> Capacity:
+    def _describe_capacity(self, num_blocks: int, limits: ResolvedLimits) -> Capacity:
         config = self._config.cache
         num_tokens = num_blocks * config.block_size
-        max_total_tokens = min(limits.max_total_tokens, num_tokens)
         logger.info(
             "KV cache: %d blocks of %d tokens in %s, %.1f MiB; attention kernels %s",
             num_blocks,
@@ -259,8 +259,8 @@ class PagedBackend:
         )
         return Capacity(
             max_cache_tokens=int(num_tokens * config.overcommit),
-            max_input_tokens=min(limits.max_input_tokens, max_total_tokens),
-            max_total_tokens=max_total_tokens,
+            max_input_tokens=limits.max_input_tokens,
+            max_total_tokens=limits.max_total_tokens,
             num_blocks=num_blocks,
         )
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from pagedkv.plugin.backend.executor import StepExecutor
-from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.limits import ResolvedLimits
 from pagedkv.plugin.requests import WORST_SAMPLING, Request, RequestId
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
@@ -20,7 +20,7 @@ the kernels is enough."""
 PROFILED_SAMPLING = replace(WORST_SAMPLING, max_new_tokens=1, prefill_logprobs=True)
 
 
-def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
+def measure_activation_bytes(executor: StepExecutor, config: ResolvedConfig, limits: ResolvedLimits) -> int:
     """Runs the largest step that the scheduler may plan and measures its memory. Then captures the CUDA graphs, if any.
 
     The step is a prompt chunk with log-probabilities of every token beside a full batch of running sequences, all
@@ -53,7 +53,7 @@ def _measure_step(
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _measure_graphs(executor: StepExecutor, config: ResolvedConfig, limits: EffectiveLimits) -> int:
+def _measure_graphs(executor: StepExecutor, config: ResolvedConfig, limits: ResolvedLimits) -> int:
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info(config.device)
     executor.prepare_decodes(config.graph_batch_sizes, limits.max_total_tokens)
@@ -61,9 +61,7 @@ def _measure_graphs(executor: StepExecutor, config: ResolvedConfig, limits: Effe
     return max(0, before - after)
 
 
-def make_profile_step(
-    config: ResolvedConfig, limits: EffectiveLimits
-) -> tuple[StepPlan, dict[RequestId, LiveSequence]]:
+def make_profile_step(config: ResolvedConfig, limits: ResolvedLimits) -> tuple[StepPlan, dict[RequestId, LiveSequence]]:
     """Makes the plan of the largest step, and its sequences."""
     is_measured = config.device.type == "cuda"
     num_step_tokens = config.scheduler.max_step_tokens

@@ -189,6 +189,35 @@ class BackendConformance:
         run(backend)
         assert backend.warmup(WarmupLimits()).max_cache_tokens > 0
 
+    @pytest.mark.parametrize(("max_input_tokens", "max_total_tokens"), [(0, 0), (0, 24), (5, 0), (5, 24), (23, 24)])
+    def test_warmup_answers_the_lengths_asked_for_and_serves_them(
+        self, backend: Backend, max_input_tokens: int, max_total_tokens: int
+    ) -> None:
+        capacity = backend.warmup(WarmupLimits(max_input_tokens, max_total_tokens))
+        assert capacity.max_input_tokens == max_input_tokens or not max_input_tokens
+        assert capacity.max_total_tokens == max_total_tokens or not max_total_tokens
+        assert 1 <= capacity.max_input_tokens < capacity.max_total_tokens <= capacity.max_cache_tokens
+        prompt = [5] * min(capacity.max_input_tokens, 40)
+        num_new_tokens = min(capacity.max_total_tokens - len(prompt), 40)
+        assert len(run(backend, [make_request(0, prompt, max_new_tokens=num_new_tokens)])[0]) == num_new_tokens
+        for length, max_new_tokens in [(capacity.max_input_tokens + 1, 1), (1, capacity.max_total_tokens)]:
+            with pytest.raises(CapacityError):
+                backend.add([make_request(1, [5] * length, max_new_tokens=max_new_tokens)])
+
+    @pytest.mark.parametrize(
+        "limits",
+        [WarmupLimits(max_total_tokens=2**30), WarmupLimits(24, 24)],
+        ids=["more than the model can", "no room for output"],
+    )
+    def test_warmup_refuses_lengths_that_can_not_be_kept(self, backend: Backend, limits: WarmupLimits) -> None:
+        with pytest.raises(CapacityError):
+            backend.warmup(limits)
+        backend.warmup(WarmupLimits())
+
+    def test_prompts_that_are_not_chunked_stay_within_a_step(self, backend: Backend) -> None:
+        limits = WarmupLimits(max_prefill_tokens=30, may_chunk_prefill=False)
+        assert backend.warmup(limits).max_input_tokens == 30
+
     def test_cold_and_closed_backends_refuse_work(self) -> None:
         backend = self.make_backend()
         with pytest.raises(UnavailableError):

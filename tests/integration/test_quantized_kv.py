@@ -183,7 +183,7 @@ def test_a_budget_of_256_mib_holds_more_tokens_the_fewer_bits_they_have(checkpoi
         backend = make_backend(checkpoint("llama"), kv_dtype, "reference", cache=settings)
         found: Capacity = backend.warmup(WarmupLimits())
         assert found.num_blocks * backend.info.model.bytes_per_block(16, find_kv_dtype(kv_dtype)) <= 256 * 2**20
-        return to_warmup_response(pb.WarmupRequest(), found, requires_padding=False).max_supported_total_tokens
+        return to_warmup_response(pb.WarmupRequest(), found, backend.info).max_supported_total_tokens
 
     bf16 = max_supported_tokens("bf16")
     for kv_dtype, bytes_per_token in (("int8", 136), ("fp8_e4m3fn", 136), ("fp8_e5m2", 136), ("int4", 75)):

@@ -12,9 +12,9 @@ from pagedkv.integration.measure.plan.model_facts import ModelFacts
 from pagedkv.integration.measure.plan.shapes import ShapeKernels
 from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.graphs import DecodeBuffers
-from pagedkv.plugin.backend.limits import EffectiveLimits
 from pagedkv.plugin.backend.profile import make_profile_step
 from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.limits import ResolvedLimits
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
@@ -57,7 +57,13 @@ def _estimate(facts: ModelFacts, config: ResolvedConfig) -> int:
 def _run_largest_step(modules: torch.nn.Module, facts: ModelFacts, config: ResolvedConfig) -> int:
     """Contexts are as short as can be: beside block tables nothing that a step makes grows with them."""
     num_tokens = min(config.scheduler.max_step_tokens, config.max_input_tokens)
-    limits = EffectiveLimits(num_tokens, num_tokens + 1, is_total_demanded=False)
+    limits = ResolvedLimits(
+        max_input_tokens=num_tokens,
+        max_total_tokens=num_tokens + 1,
+        max_prefill_tokens=num_tokens,
+        max_num_sequences=config.scheduler.max_num_sequences,
+        min_cache_tokens=2,
+    )
     plan, sequences = make_profile_step(replace(config, device=torch.device("cuda")), limits)
     # Without content all tokens are equal, so all would be among the best: lists of millions, and no more memory.
     without_lists = {

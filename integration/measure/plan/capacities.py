@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedkv.adapters.transformers.contiguous_sizing import compute_limits, resolve_lengths
+from pagedkv.adapters.transformers.contiguous_sizing import compute_capacity
 from pagedkv.integration.measure.plan.budget import Budget
 from pagedkv.integration.measure.plan.traffic import Traffic
 from pagedkv.plugin.errors import CapacityError
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
+from pagedkv.plugin.limits import resolve_limits
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.resolved_config import ResolvedConfig
 
@@ -46,11 +47,9 @@ def contiguous_bytes_per_token(config: ResolvedConfig, spec: ModelSpec) -> int:
 def contiguous_capacity(budget: Budget, config: ResolvedConfig, spec: ModelSpec) -> CacheCapacity:
     """In the same memory. Each request reserves room for the longest, whatever its own length."""
     bytes_per_token = contiguous_bytes_per_token(config, spec)
-    wanted = WarmupLimits()
     try:
-        limits = compute_limits(
-            resolve_lengths(wanted, config, spec),
-            wanted,
+        capacity = compute_capacity(
+            resolve_limits(WarmupLimits(), config, spec, can_chunk_prefill=False),
             config,
             bytes_per_token=bytes_per_token,
             activation_bytes=budget.activation_bytes,
@@ -59,4 +58,4 @@ def contiguous_capacity(budget: Budget, config: ResolvedConfig, spec: ModelSpec)
         )
     except CapacityError:
         return CacheCapacity(0, 0, 0, 0)
-    return CacheCapacity(limits.capacity_tokens, limits.max_rows, limits.max_rows, limits.max_rows)
+    return CacheCapacity(capacity.num_tokens, capacity.max_rows, capacity.max_rows, capacity.max_rows)

@@ -97,7 +97,12 @@ class CountingBackend:
     def warmup(self, limits: WarmupLimits) -> Capacity:
         self.limits = limits
         self.is_warm = True
-        return Capacity(4096, MAX_TOTAL_TOKENS - 1, MAX_TOTAL_TOKENS, 256)
+        return Capacity(
+            4096,
+            limits.max_input_tokens or MAX_TOTAL_TOKENS - 1,
+            limits.max_total_tokens or MAX_TOTAL_TOKENS,
+            256,
+        )
 
     def add(self, requests: Sequence[Request]) -> None:
         if not self.is_warm:

@@ -228,11 +228,27 @@ class TestStartUp:
 
     def test_warm_up_repeats_given_limits_and_answers_open_ones(self, wire, backend):
         answer = wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=64, max_input_tokens=20, max_total_tokens=60))
-        assert answer == pb.WarmupResponse(max_supported_total_tokens=4096, max_input_tokens=20, max_total_tokens=60)
+        assert (answer.max_input_tokens, answer.max_total_tokens) == (20, 60)
         assert (backend.limits.max_input_tokens, backend.limits.max_total_tokens) == (20, 60)
         assert backend.limits.max_prefill_tokens == 64
         answer = wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=64))
-        assert answer == pb.WarmupResponse(max_supported_total_tokens=4096, max_input_tokens=255, max_total_tokens=256)
+        assert (answer.max_input_tokens, answer.max_total_tokens) == (255, 256)
+
+    def test_one_block_more_is_told_than_there_is_for_the_router_keeps_one_back(self, wire):
+        answer = wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=64))
+        assert answer.max_supported_total_tokens == 4096 + 16
+
+    def test_no_less_is_told_than_the_router_needs_to_start(self, wire):
+        answer = wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=5000))
+        assert answer.max_supported_total_tokens == 5000
+
+    @pytest.mark.parametrize("chunked_prefill", [True, False])
+    def test_the_backend_hears_whether_prompts_come_in_chunks(
+        self, backend, make_tokenizer, serving, tmp_path, chunked_prefill
+    ):
+        with serving(backend, make_tokenizer(), tmp_path, chunked_prefill=chunked_prefill) as served:
+            served.wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=64))
+            assert backend.limits.may_chunk_prefill is chunked_prefill
 
     def test_a_padding_backend_leaves_its_cache_s_size_out(self, make_backend, make_tokenizer, serving, tmp_path):
         with serving(make_backend(requires_padding=True), make_tokenizer(), tmp_path) as served:

@@ -241,7 +241,7 @@ def test_requests_beyond_the_reserved_room_wait_their_turn(
 
 
 def test_a_prefill_stays_within_its_tokens_padding_counted(make_backend: MakeBackend) -> None:
-    backend = make_backend(limits=WarmupLimits(max_input_tokens=60, max_total_tokens=100, max_prefill_tokens=50))
+    backend = make_backend(limits=WarmupLimits(60, 100), scheduler={"max_step_tokens": 50})
     backend.add([make_request(id_, random_tokens(length, id_), 1) for id_, length in enumerate((3, 12, 3, 3, 13, 60))])
     prefills = []
     while backend.has_unfinished():
@@ -373,7 +373,7 @@ def test_limits_that_the_budget_or_the_model_cannot_hold_are_refused(tiny_model:
     for limits, text in [
         (WarmupLimits(max_total_tokens=100), "holds 48 tokens"),
         (WarmupLimits(max_total_tokens=129), "made for 128"),
-        (WarmupLimits(max_input_tokens=50, max_total_tokens=50), "must be below"),
+        (WarmupLimits(max_input_tokens=50, max_total_tokens=50), "must be at least 1 and below"),
     ]:
         with pytest.raises(CapacityError, match=text):
             backend.warmup(limits)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pagedkv.adapters.transformers import contiguous_sizing
-from pagedkv.adapters.transformers.contiguous_sizing import Lengths, compute_limits
-from pagedkv.plugin.interface import WarmupLimits
+from pagedkv.adapters.transformers.contiguous_sizing import compute_capacity
+from pagedkv.plugin.limits import ResolvedLimits
 from pagedkv.plugin.memory import DeviceMemory
 
-LENGTHS = Lengths(max_input_tokens=127, max_total_tokens=128, is_total_demanded=False)
+LIMITS = ResolvedLimits(127, 128, max_prefill_tokens=2048, max_num_sequences=256, min_cache_tokens=2)
 
 
 def capacity(config, **arguments) -> int:
-    limits = compute_limits(LENGTHS, WarmupLimits(), config, bytes_per_token=1000, **arguments)
-    return limits.capacity_tokens
+    return compute_capacity(LIMITS, config, bytes_per_token=1000, **arguments).num_tokens
 
 
 def test_the_memory_of_the_container_counts_not_that_of_the_machine(

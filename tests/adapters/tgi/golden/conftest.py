@@ -25,7 +25,7 @@ LOGPROB_TOLERANCE = 1e-3
 MAX_TOTAL_TOKENS = 2048  # What the recorded warm-up asks for.
 
 
-WARMUP_LIMITS = WarmupLimits(max_prefill_tokens=512, max_batch_size=8)
+WARMUP_LIMITS = WarmupLimits(MAX_TOTAL_TOKENS - 1, MAX_TOTAL_TOKENS, max_prefill_tokens=512, max_batch_size=8)
 
 
 class Stream:
