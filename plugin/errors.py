@@ -46,6 +46,10 @@ class UnavailableError(PagedKVError):
     """The server is starting, draining or closed: try later or elsewhere."""
 
 
+class OverloadedError(PagedKVError):
+    """More requests run and wait here than are allowed at once: try again later or elsewhere."""
+
+
 class StepError(PagedKVError):
     """A step failed while it ran. The requests it names have ended and their blocks are free; all others continue."""
 

@@ -66,6 +66,8 @@ class RequestEnd:
     """Trace context that the client sent: W3C's "traceparent" and "tracestate"."""
     prompt: str | None = None
     """Prompt text; set only if the configuration asks for it."""
+    external_id: str = ""
+    """The client's own name of the request, where its protocol has one."""
 
     @property
     def queue_s(self) -> float | None:

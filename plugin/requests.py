@@ -22,6 +22,7 @@ class FinishReason(str, Enum):
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
+    STOP_TOKEN = "stop_token"
     STOP_SEQUENCE = "stop_sequence"
 
 
@@ -34,9 +35,9 @@ def _require(condition: bool, message: str) -> None:
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Sampling is on when `do_sample` is set or any of `temperature`, `top_k`, `top_p`, `typical_p` differs from its
-    default; otherwise the best token is taken. Order of operations: watermark, repetition penalty, frequency penalty,
-    temperature, top_k, top_p, typical_p.
+    Sampling is on when `do_sample` is set or any of `temperature`, `top_k`, `top_p`, `typical_p`, `min_p` differs from
+    its default; otherwise the best token is taken. Order of operations: watermark, repetition penalty, relative
+    frequency penalty, frequency and presence penalty, min_new_tokens, temperature, min_p, top_k, top_p, typical_p.
 
     Raises:
         RequestError: a value out of its range, NaN or infinite.
@@ -44,6 +45,10 @@ class SamplingParams:
 
     max_new_tokens: int = 128
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    """No end-of-sequence or stop token is chosen before so many tokens; the text layer holds back stop strings too."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request; the one that did is the last token."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched literally at the end of the generated text. A backend ignores them; the text layer acts."""
     do_sample: bool = False
@@ -52,15 +57,23 @@ class SamplingParams:
     """Keep the k best tokens; 0 keeps all."""
     top_p: float = 1.0
     typical_p: float = 1.0
+    min_p: float = 0.0
+    """Keep tokens whose probability is at least min_p × that of the best one; 0 keeps all."""
     seed: int | None = None
     """Makes the sampled tokens repeatable, whatever else is in the batch; None draws a new seed."""
     repetition_penalty: float = 1.0
     """score < 0 ? score × p : score / p for each token of prompt and output; 1.0 is off."""
     frequency_penalty: float = 0.0
-    """Subtracts penalty × count / length over prompt and output; 0.0 is off."""
+    """Subtracts penalty × count of the token in the output, as OpenAI's API does; 0.0 is off."""
+    presence_penalty: float = 0.0
+    """Subtracts the penalty from each token that occurs in the output, as OpenAI's API does; 0.0 is off."""
+    relative_frequency_penalty: float = 0.0
+    """Subtracts penalty × count / length over prompt and output, as text-generation-inference does; 0.0 is off."""
     watermark: bool = False
     top_n_tokens: int = 0
     """How many of the model's best tokens are reported at each step with their log-probabilities."""
+    raw_logprobs: bool = False
+    """Whether outputs have the model's own log-probability of the chosen token, before penalties and warpers."""
     prefill_logprobs: bool = False
     n: int = 1
     """How many samples the engine draws from one prompt (seeds seed, seed + 1, …), sharing the prompt's blocks."""
@@ -77,6 +90,15 @@ class SamplingParams:
         _require(0 <= self.top_k < 2**32, f"top_k is {self.top_k}; it must be 0 (off) or a positive number")
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
         _require(0 < self.typical_p <= 1, f"typical_p is {self.typical_p}; it must be above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 (off) and 1")
+        _require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens is {self.min_new_tokens}; it must be between 0 and max_new_tokens ({self.max_new_tokens})",
+        )
+        _require(
+            all(0 <= token_id < 2**32 for token_id in self.stop_token_ids),
+            f"stop_token_ids is {self.stop_token_ids}; it must be a tuple of token ids",
+        )
         _require(
             self.seed is None or 0 <= self.seed < 2**64, f"seed is {self.seed}; it must be between 0 and 2**64 - 1"
         )
@@ -84,10 +106,12 @@ class SamplingParams:
             math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
             f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0 (1.0 is off)",
         )
-        _require(
-            math.isfinite(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
-            f"frequency_penalty is {self.frequency_penalty}; it must be between -2 and 2 (0.0 is off)",
-        )
+        for name in ("frequency_penalty", "presence_penalty", "relative_frequency_penalty"):
+            value = getattr(self, name)
+            _require(
+                math.isfinite(value) and -2 <= value <= 2,
+                f"{name} is {value}; it must be between -2 and 2 (0.0 is off)",
+            )
         _require(
             0 <= self.top_n_tokens <= MAX_TOP_N_TOKENS,
             f"top_n_tokens is {self.top_n_tokens}; it must be between 0 and {MAX_TOP_N_TOKENS}",
@@ -97,7 +121,14 @@ class SamplingParams:
     @property
     def is_sampled(self) -> bool:
         """Whether tokens are drawn at random rather than taken greedily."""
-        return self.do_sample or self.temperature != 1.0 or self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
+        return (
+            self.do_sample
+            or self.temperature != 1.0
+            or self.top_k != 0
+            or self.top_p < 1.0
+            or self.typical_p < 1.0
+            or self.min_p > 0.0
+        )
 
 
 WORST_SAMPLING = SamplingParams(
@@ -107,7 +138,11 @@ WORST_SAMPLING = SamplingParams(
     typical_p=0.9,
     seed=0,
     repetition_penalty=1.2,
+    min_p=0.01,
     frequency_penalty=0.1,
+    presence_penalty=0.1,
+    relative_frequency_penalty=0.1,
+    raw_logprobs=True,
     watermark=True,
     top_n_tokens=20,
 )
@@ -161,6 +196,8 @@ class StepOutput:
     """LENGTH or EOS_TOKEN in the last output of the request, which the backend has then released; otherwise None."""
     seed: int | None
     """The seed of a request that samples, so that the run can be repeated; None for a greedy one."""
+    raw_logprob: float | None = None
+    """The model's own log-probability of the token, where `raw_logprobs` asked for it."""
     admitted_s: float | None = field(default=None, compare=False)
     """When a step first ran the request, of `time.monotonic`; None if the backend does not report it."""
 
@@ -173,4 +210,6 @@ def find_finish_reason(
         return FinishReason.LENGTH
     if token_id in eos_token_ids and not params.ignore_eos:
         return FinishReason.EOS_TOKEN
+    if token_id in params.stop_token_ids:
+        return FinishReason.STOP_TOKEN
     return None

@@ -160,7 +160,7 @@ def _to_message(
             do_sample=params.do_sample,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
+            frequency_penalty=params.relative_frequency_penalty,
             watermark=params.watermark,
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(

@@ -102,7 +102,7 @@ def _to_params(message: pb.Request) -> SamplingParams:
             typical_p=chooser.typical_p,
             seed=chooser.seed,
             repetition_penalty=chooser.repetition_penalty or 1.0,
-            frequency_penalty=chooser.frequency_penalty,
+            relative_frequency_penalty=chooser.frequency_penalty,
             watermark=chooser.watermark,
             top_n_tokens=message.top_n_tokens,
             prefill_logprobs=message.prefill_logprobs,

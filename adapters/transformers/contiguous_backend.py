@@ -47,7 +47,7 @@ class ContiguousBackend:
         self._config = config
         self._info = _describe(config, model)
         self._model: ContiguousModel | None = model
-        self._sampler = Sampler(model.spec.vocab_size, model.device)
+        self._sampler = Sampler(model.spec.vocab_size, model.device, model.spec.eos_token_ids)
         self._bytes_per_token = model.bytes_per_token
         self._capacity: ContiguousCapacity | None = None
         self._waiting: dict[RequestId, LiveRow] = {}
@@ -239,6 +239,7 @@ class ContiguousBackend:
             num_cached_tokens=0,
             finish_reason=find_finish_reason(params, row.num_generated_tokens, token_id, eos_token_ids),
             seed=row.sampling.seed if params.is_sampled else None,
+            raw_logprob=sampled.raw_logprob,
             admitted_s=row.admitted_s,
         )
 

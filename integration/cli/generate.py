@@ -75,7 +75,7 @@ def generate(
         typical_p=typical_p,
         seed=seed,
         repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
+        relative_frequency_penalty=frequency_penalty,
     )
     if chat is not None:
         text = render_chat(chat, text, system)

@@ -40,7 +40,7 @@ class StepExecutor:
         self._kv_dtype = config.cache.kv_dtype
         self._model = model
         self._kernels = kernels
-        self._sampler = Sampler(model.spec.vocab_size, config.device)
+        self._sampler = Sampler(model.spec.vocab_size, config.device, model.spec.eos_token_ids)
         self._static_scales = static_scales
         self._storage: Sequence[KVStorage] = ()
         self._padded_decodes: PaddedDecodes | None = None

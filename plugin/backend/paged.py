@@ -276,6 +276,7 @@ class PagedBackend:
             sequence.num_cached_tokens or 0,
             find_finish_reason(request.params, sequence.num_generated_tokens, token.token_id, self._eos_token_ids),
             sequence.seed,
+            sampled.raw_logprob,
             sequence.admitted_s,
         )
 

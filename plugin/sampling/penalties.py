@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
 class TokenCounts:
-    """Counts how often each token occurs in one sequence, incrementally."""
+    """Counts how often each token occurs in one sequence, incrementally.
 
-    __slots__ = ("_counts", "_index", "_num_counted", "_token_ids")
+    Args:
+        start: tokens at the sequence's beginning that are left out.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_counts", "_index", "_num_counted", "_start", "_token_ids")
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
         self._index: dict[int, int] = {}
         self._token_ids = array("q")
         self._counts = array("q")
-        self._num_counted = 0
+        self._num_counted = start
 
     def update(self, token_ids: Sequence[int]) -> None:
         """Counts what has been appended to the sequence since the last call."""
@@ -33,8 +40,8 @@ class TokenCounts:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence."""
-        return self._num_counted
+        """Tokens counted."""
+        return self._num_counted - self._start
 
     @property
     def token_ids(self) -> array[int]:
@@ -52,28 +59,75 @@ def penalize_(
     row_indices: Sequence[int],
     counts: Sequence[TokenCounts],
     repetition_penalties: Sequence[float],
-    frequency_penalties: Sequence[float],
+    relative_frequency_penalties: Sequence[float],
 ) -> None:
     """Lowers, in place, the scores of tokens that occur in prompt or output.
 
-    First the repetition penalty p (Keskar et al., "CTRL", 2019): score < 0 ? score × p : score / p. Then the frequency
-    penalty: score − penalty × count / length. 1 and 0 leave a score as it is.
+    First the repetition penalty p (Keskar et al., "CTRL", 2019): score < 0 ? score × p : score / p. Then the relative
+    frequency penalty: score − penalty × count / length. 1 and 0 leave a score as it is.
 
     Args:
         scores: [num_rows, vocab_size] float32.
         row_indices: the rows to work on; the other arguments have one entry for each of them.
+        counts: of prompt and output.
     """
-    num_distinct = [len(one.token_ids) for one in counts]
-    shares = [np.true_divide(one.counts, one.num_tokens) for one in counts]
-
-    def per_token(values: Sequence[float]) -> torch.Tensor:
-        repeated = np.repeat(np.asarray(values, dtype=np.float32), num_distinct)
-        return torch.from_numpy(repeated).to(scores.device)
-
-    rows = torch.from_numpy(np.repeat(np.asarray(row_indices, dtype=np.int64), num_distinct)).to(scores.device)
-    token_ids = torch.from_numpy(np.concatenate([one.token_ids for one in counts])).to(scores.device)
-    share = torch.from_numpy(np.concatenate(shares).astype(np.float32)).to(scores.device)
-    repetition = per_token(repetition_penalties)
-    picked = scores[rows, token_ids]
+    places = _Places.create(scores, row_indices, counts)
+    share = places.per_pair([np.true_divide(one.counts, one.num_tokens) for one in counts])
+    repetition = places.per_row(repetition_penalties)
+    picked = places.pick(scores)
     picked = torch.where(picked < 0, picked * repetition, picked / repetition)
-    scores[rows, token_ids] = picked - per_token(frequency_penalties) * share
+    places.put(scores, picked - places.per_row(relative_frequency_penalties) * share)
+
+
+def penalize_output_(
+    scores: torch.Tensor,
+    row_indices: Sequence[int],
+    counts: Sequence[TokenCounts],
+    frequency_penalties: Sequence[float],
+    presence_penalties: Sequence[float],
+) -> None:
+    """Lowers, in place, the scores of tokens that occur in the output: score − frequency × count − presence.
+
+    Args:
+        scores, row_indices: as in `penalize_`.
+        counts: of the output alone.
+    """
+    places = _Places.create(scores, row_indices, counts)
+    number = places.per_pair([np.asarray(one.counts, dtype=np.float32) for one in counts])
+    lowered = places.per_row(frequency_penalties) * number + places.per_row(presence_penalties)
+    places.put(scores, places.pick(scores) - lowered)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where in the scores the counted tokens are: P pairs of a row and a token."""
+
+    rows: torch.Tensor
+    """[P] int64."""
+    token_ids: torch.Tensor
+    """[P] int64."""
+    num_distinct: Sequence[int]
+    """Different tokens of each row."""
+
+    @classmethod
+    def create(cls, scores: torch.Tensor, row_indices: Sequence[int], counts: Sequence[TokenCounts]) -> _Places:
+        num_distinct = [len(one.token_ids) for one in counts]
+        rows = np.repeat(np.asarray(row_indices, dtype=np.int64), num_distinct)
+        token_ids = np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in counts])
+        device = scores.device
+        return cls(torch.from_numpy(rows).to(device), torch.from_numpy(token_ids).to(device), num_distinct)
+
+    def per_row(self, values: Sequence[float]) -> torch.Tensor:
+        """[P] float32: each row's value, once for each of its tokens."""
+        repeated = np.repeat(np.asarray(values, dtype=np.float32), self.num_distinct)
+        return torch.from_numpy(repeated).to(self.rows.device)
+
+    def per_pair(self, values: Sequence[npt.NDArray[np.floating]]) -> torch.Tensor:
+        """[P] float32 from one array a row."""
+        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.rows.device)
+
+    def pick(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores[self.rows, self.token_ids]
+
+    def put(self, scores: torch.Tensor, picked: torch.Tensor) -> None:
+        scores[self.rows, self.token_ids] = picked

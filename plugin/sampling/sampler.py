@@ -11,10 +11,10 @@ import torch
 
 from pagedkv.plugin.requests import SamplingParams, TokenLogprob
 from pagedkv.plugin.sampling.chunks import max_rows_at_once
-from pagedkv.plugin.sampling.penalties import TokenCounts, penalize_
+from pagedkv.plugin.sampling.penalties import TokenCounts, penalize_, penalize_output_
 from pagedkv.plugin.sampling.top_tokens import find_top_tokens
 from pagedkv.plugin.sampling.uniform import uniforms
-from pagedkv.plugin.sampling.warpers import divide_by_temperature_, keep_top_k_, keep_top_p_, keep_typical_
+from pagedkv.plugin.sampling.warpers import divide_by_temperature_, keep_min_p_, keep_top_k_, keep_top_p_, keep_typical_
 from pagedkv.plugin.sampling.watermark import Watermark
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ class SamplingRow:
     num_prompt_tokens: int
     token_counts: TokenCounts = field(default_factory=TokenCounts, init=False, repr=False, compare=False)
     """Counts of `token_ids`, up to date after each use of a penalty."""
+    output_counts: TokenCounts = field(init=False, repr=False, compare=False)
+    """The same of the generated ones alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output_counts", TokenCounts(start=self.num_prompt_tokens))
 
     @classmethod
     def create(cls, params: SamplingParams, token_ids: list[int], fresh_seed: int | None = None) -> Self:
@@ -61,6 +66,8 @@ class SampledToken:
     """The chosen token, with its log-probability after watermark, penalties and warpers."""
     top_tokens: tuple[TokenLogprob, ...]
     """The model's best tokens, as many as the request asked for, with ties of the last one; empty if it asked for 0."""
+    raw_logprob: float | None = None
+    """The model's own log-probability of the token, if the request asked for it."""
 
 
 class Sampler:
@@ -73,13 +80,21 @@ class Sampler:
     Args:
         vocab_size: width of the logits.
         device: where the logits lie.
+        eos_token_ids: end a request, so that `min_new_tokens` keeps them back.
         watermark_gamma: part of the vocabulary that a watermark favours.
         watermark_delta: by how much it raises the scores of that part.
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device, *, watermark_gamma: float = 0.5, watermark_delta: float = 2.0
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        watermark_gamma: float = 0.5,
+        watermark_delta: float = 2.0,
     ) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._device = device
         self._watermark = Watermark(vocab_size, watermark_gamma, watermark_delta)
@@ -99,9 +114,10 @@ class Sampler:
                 ids, logprobs = choose(_select(logits, part), [rows[i] for i in part])
                 chosen[:, part] = torch.stack([ids.double(), logprobs.double()])
         top_tokens = self._top_tokens(logits, rows)
+        raw_logprobs = self._raw_logprobs(logits, rows, chosen[0])
         ids_and_logprobs = zip(*chosen.tolist(), strict=True)
         return [
-            SampledToken(TokenLogprob(int(token_id), logprob), top_tokens.get(i, ()))
+            SampledToken(TokenLogprob(int(token_id), logprob), top_tokens.get(i, ()), raw_logprobs.get(i))
             for i, (token_id, logprob) in enumerate(ids_and_logprobs)
         ]
 
@@ -115,7 +131,7 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.params.is_sampled:
                 sampled.append(i)
-            elif row.params.watermark or _has_penalty(row.params):
+            elif row.params.watermark or _has_penalty(row.params) or _must_go_on(row):
                 adjusted.append(i)
             else:
                 greedy.append(i)
@@ -136,6 +152,7 @@ class Sampler:
         scores = self._adjust(logits, rows)
         params = [row.params for row in rows]
         divide_by_temperature_(scores, [p.temperature for p in params])
+        _warp_(scores, keep_min_p_, {i: p.min_p for i, p in enumerate(params) if p.min_p})
         _warp_(scores, keep_top_k_, {i: p.top_k for i, p in enumerate(params) if p.top_k})
         _warp_(scores, keep_top_p_, {i: p.top_p for i, p in enumerate(params) if p.top_p < 1})
         _warp_(scores, keep_typical_, {i: p.typical_p for i, p in enumerate(params) if p.typical_p < 1})
@@ -148,7 +165,7 @@ class Sampler:
         marked = [i for i, row in enumerate(rows) if row.params.watermark]
         if marked:
             self._watermark.favour_(scores, marked, [rows[i].token_ids[-1] for i in marked])
-        penalized = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
+        penalized = [i for i, row in enumerate(rows) if _has_prompt_penalty(row.params)]
         if penalized:
             for i in penalized:
                 rows[i].token_counts.update(rows[i].token_ids)
@@ -157,9 +174,38 @@ class Sampler:
                 penalized,
                 [rows[i].token_counts for i in penalized],
                 [rows[i].params.repetition_penalty for i in penalized],
-                [rows[i].params.frequency_penalty for i in penalized],
+                [rows[i].params.relative_frequency_penalty for i in penalized],
             )
+        penalized = [i for i, row in enumerate(rows) if _has_output_penalty(row.params)]
+        if penalized:
+            for i in penalized:
+                rows[i].output_counts.update(rows[i].token_ids)
+            penalize_output_(
+                scores,
+                penalized,
+                [rows[i].output_counts for i in penalized],
+                [rows[i].params.frequency_penalty for i in penalized],
+                [rows[i].params.presence_penalty for i in penalized],
+            )
+        for i, row in enumerate(rows):
+            if _must_go_on(row):
+                scores[i, self._ending_ids(row.params)] = -torch.inf
         return scores
+
+    def _ending_ids(self, params: SamplingParams) -> list[int]:
+        ending = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_token_ids)
+        return [token_id for token_id in ending if token_id < self._vocab_size]
+
+    def _raw_logprobs(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], chosen_ids: torch.Tensor
+    ) -> dict[int, float]:
+        wanted = [i for i, row in enumerate(rows) if row.params.raw_logprobs]
+        found: dict[int, float] = {}
+        for part in self._split(wanted):
+            logprobs = _select(logits, part).log_softmax(-1, dtype=torch.float32)
+            of_chosen = logprobs.gather(-1, chosen_ids[part].long().unsqueeze(-1)).squeeze(-1)
+            found.update(zip(part, of_chosen.tolist(), strict=True))
+        return found
 
     def _top_tokens(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, tuple[TokenLogprob, ...]]:
         wanted = [i for i, row in enumerate(rows) if row.params.top_n_tokens]
@@ -171,7 +217,19 @@ class Sampler:
 
 
 def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0
+    return _has_prompt_penalty(params) or _has_output_penalty(params)
+
+
+def _has_prompt_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.relative_frequency_penalty != 0.0
+
+
+def _has_output_penalty(params: SamplingParams) -> bool:
+    return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def _must_go_on(row: SamplingRow) -> bool:
+    return row.num_generated_tokens < row.params.min_new_tokens
 
 
 def _select(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:

@@ -25,6 +25,15 @@ def divide_by_temperature_(scores: torch.Tensor, temperatures: Sequence[float]) 
     scores.div_(divisors.to(scores.device, scores.dtype).unsqueeze(-1))
 
 
+def keep_min_p_(scores: torch.Tensor, min_p: Sequence[float]) -> None:
+    """Keeps the tokens whose probability is at least `min_p` (above 0) × that of the row's best.
+
+    Min-p sampling: Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs" (2024).
+    """
+    distances = torch.tensor(min_p, dtype=torch.float64).log_().to(scores.device, scores.dtype).unsqueeze(-1)
+    scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + distances, -torch.inf)
+
+
 def keep_top_k_(scores: torch.Tensor, top_k: Sequence[int]) -> None:
     """Keeps the `top_k` (at least 1) best tokens of each row."""
     ranks = torch.tensor([min(k, scores.shape[-1]) for k in top_k])

@@ -28,6 +28,10 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("seed", [None, 0, 2**64 - 1], [-1, 2**64]),
     ("repetition_penalty", [0.01, 1.0, 5.0], [0.0, -1.0, math.nan, math.inf]),
     ("frequency_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1, math.nan, math.inf]),
+    ("presence_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1, math.nan, math.inf]),
+    ("relative_frequency_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1, math.nan, math.inf]),
+    ("min_p", [0.0, 0.5, 1.0], [-0.1, 1.1, math.nan]),
+    ("min_new_tokens", [0, 1, 128], [-1, 129]),
     ("top_n_tokens", [0, MAX_TOP_N_TOKENS], [-1, MAX_TOP_N_TOKENS + 1]),
     ("n", [1, 128], [0, 129]),
 ]
@@ -45,14 +49,23 @@ def test_a_value_past_its_bound_is_refused_with_name_and_value(name: str, value:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"do_sample": True}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"typical_p": 0.9}]
+    "changes",
+    [{"do_sample": True}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"typical_p": 0.9}, {"min_p": 0.1}],
 )
 def test_any_warper_switches_sampling_on(changes: dict[str, Any]) -> None:
     assert SamplingParams(**changes).is_sampled
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_a_stop_token_is_a_token_id(token_id: int) -> None:
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=(5, token_id))
+
+
 def test_penalties_seed_and_watermark_alone_stay_greedy() -> None:
-    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, seed=3, watermark=True, top_n_tokens=5)
+    params = SamplingParams(
+        repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, seed=3, watermark=True, top_n_tokens=5
+    )
     assert not params.is_sampled
 
 

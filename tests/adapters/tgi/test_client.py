@@ -48,7 +48,7 @@ def test_parameters_reach_the_backend(served, backend):
         typical_p=0.25,
         seed=11,
         repetition_penalty=1.5,
-        frequency_penalty=0.5,
+        relative_frequency_penalty=0.5,
         watermark=True,
         top_n_tokens=2,
     )

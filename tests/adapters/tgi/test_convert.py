@@ -83,7 +83,7 @@ def test_every_parameter_arrives(encoder):
         typical_p=0.75,
         seed=2**64 - 1,
         repetition_penalty=1.5,
-        frequency_penalty=-0.5,
+        relative_frequency_penalty=-0.5,
         watermark=True,
         top_n_tokens=4,
         prefill_logprobs=True,

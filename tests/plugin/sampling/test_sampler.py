@@ -22,14 +22,18 @@ KINDS: list[dict[str, Any]] = [
     {"top_n_tokens": 3},
     {"watermark": True},
     {"repetition_penalty": 1.4},
-    {"frequency_penalty": -1.5, "repetition_penalty": 0.8},
+    {"relative_frequency_penalty": -1.5, "repetition_penalty": 0.8},
     {"do_sample": True},
     {"temperature": 0.6},
     {"top_k": 5},
     {"top_p": 0.8},
     {"typical_p": 0.8},
     {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "typical_p": 0.95, "top_n_tokens": 2},
-    {"do_sample": True, "watermark": True, "repetition_penalty": 1.2, "frequency_penalty": 1.0},
+    {"min_p": 0.2},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {"min_new_tokens": 9, "stop_token_ids": (5, 11), "raw_logprobs": True},
+    {"do_sample": True, "frequency_penalty": 0.3, "min_p": 0.05, "raw_logprobs": True},
+    {"do_sample": True, "watermark": True, "repetition_penalty": 1.2, "relative_frequency_penalty": 1.0},
 ]
 
 
@@ -202,7 +206,7 @@ def test_a_lone_candidate_is_the_best_token_with_probability_one(kind: dict[str,
 
 
 def test_a_vocabulary_of_one_token_has_no_negative_zero() -> None:
-    kinds: list[dict[str, Any]] = [{}, {"do_sample": True}, {"frequency_penalty": 0.1}]
+    kinds: list[dict[str, Any]] = [{}, {"do_sample": True}, {"relative_frequency_penalty": 0.1}]
     rows = [SamplingRow.create(SamplingParams(**kind), [0]) for kind in kinds]
     sampled = Sampler(1, CPU).sample(torch.tensor([[3.0]] * 3), rows)
     assert [str(one.token.logprob) for one in sampled] == ["0.0"] * 3
@@ -222,7 +226,7 @@ def test_logprob_is_after_the_warpers_and_top_tokens_are_before() -> None:
 def test_order_is_watermark_then_repetition_then_frequency() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[:] = torch.linspace(-1, 1, VOCAB_SIZE)
-    row = make_row(watermark=True, repetition_penalty=2.0, frequency_penalty=2.0, num_generated_tokens=3)
+    row = make_row(watermark=True, repetition_penalty=2.0, relative_frequency_penalty=2.0, num_generated_tokens=3)
     permutation = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(15485863 * row.token_ids[-1]))
     scores = logits.clone()
     scores[permutation[: VOCAB_SIZE // 2]] += 2.0
@@ -243,8 +247,42 @@ def test_watermark_of_other_strength() -> None:
 
 def test_penalties_see_tokens_as_they_are_appended() -> None:
     """With a strong penalty and flat logits no token comes twice before all have come."""
-    row = SamplingRow.create(SamplingParams(frequency_penalty=2.0), [0])
+    row = SamplingRow.create(SamplingParams(relative_frequency_penalty=2.0), [0])
     logits = torch.zeros(VOCAB_SIZE)
     for _ in range(VOCAB_SIZE - 1):
         row.token_ids.append(sample_one(logits, row).token.token_id)
     assert sorted(row.token_ids) == list(range(VOCAB_SIZE))
+
+
+def test_output_penalties_count_the_output_alone_as_openai_s() -> None:
+    logits = make_logits(1)[0]
+    row = make_row(num_generated_tokens=6, frequency_penalty=0.5, presence_penalty=1.25)
+    generated = row.token_ids[row.num_prompt_tokens :]
+    scores = logits.clone()
+    for token_id in set(generated):
+        scores[token_id] -= 0.5 * generated.count(token_id) + 1.25
+    sampled = sample_one(logits, row)
+    assert sampled.token.token_id == int(scores.argmax())
+    assert sampled.token.logprob == pytest.approx(scores.log_softmax(-1).max().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_no_ending_token_is_chosen_before_the_least_number(ignore_eos: bool) -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[2, 9, 4]] = torch.tensor([9.0, 8.0, 7.0])
+    sampler = Sampler(VOCAB_SIZE, CPU, eos_token_ids=(2,))
+    params: dict[str, Any] = {"min_new_tokens": 3, "stop_token_ids": (9,), "ignore_eos": ignore_eos}
+    chosen = [
+        sampler.sample(logits.unsqueeze(0), [make_row(num_generated_tokens=n, **params)])[0].token.token_id
+        for n in range(5)
+    ]
+    assert chosen == [2 if ignore_eos else 4] * 3 + [2, 2]
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.3, "seed": 1}, {"repetition_penalty": 1.5}, {"top_k": 1}])
+def test_raw_logprob_is_the_model_s_own(kind: dict[str, Any]) -> None:
+    logits = make_logits(1)[0]
+    sampled = sample_one(logits, make_row(num_generated_tokens=3, raw_logprobs=True, **kind))
+    own = logits.log_softmax(-1)[sampled.token.token_id].item()
+    assert sampled.raw_logprob == pytest.approx(own, abs=1e-6)
+    assert sample_one(logits, make_row(**kind)).raw_logprob is None

@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from pagedkv.plugin.sampling.warpers import divide_by_temperature_, keep_top_k_, keep_top_p_, keep_typical_
+from pagedkv.plugin.sampling.warpers import divide_by_temperature_, keep_min_p_, keep_top_k_, keep_top_p_, keep_typical_
 
 NO_IDS = torch.empty(0, 0, dtype=torch.int64)
 SHAPES = {"tiny": (4, 5), "small": (4, 300), "one sort": (3, 4096), "all candidate sizes": (3, 5000)}
@@ -36,6 +42,17 @@ def test_top_k(shape: tuple[int, int], spread: float) -> None:
     ours = scores.clone()
     keep_top_k_(ours, top_k)
     reference = [TopKLogitsWarper(k)(NO_IDS, row[None])[0] for k, row in zip(top_k, scores, strict=True)]
+    expect_as_reference(scores, ours, reference)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_min_p(shape: tuple[int, int], spread: float) -> None:
+    scores = make_scores(shape, spread)
+    min_p = [0.01, 0.3, 0.99, 1.0][: shape[0]]
+    ours = scores.clone()
+    keep_min_p_(ours, min_p)
+    reference = [MinPLogitsWarper(p)(NO_IDS, row[None])[0] for p, row in zip(min_p, scores, strict=True)]
     expect_as_reference(scores, ours, reference)
 
 
