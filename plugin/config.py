@@ -30,6 +30,7 @@ from pagedkv.plugin.kv_dtypes import (
     TGI_NAMES,
     known_kv_dtypes,
 )
+from pagedkv.plugin.service_links import is_service_link
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,8 +39,6 @@ else:
 
 ENVIRONMENT_PREFIX = "PAGEDKV_"
 CONFIG_FILE_VARIABLE = "PAGEDKV_CONFIG"
-GRAPHS_VARIABLE = "CUDA_GRAPHS"
-"""Variable of text-generation-inference's launcher. PAGEDKV_GRAPHS_BATCH_SIZES has priority over it."""
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -135,7 +134,7 @@ class GraphsSection(_Section):
     batch_sizes: Auto | tuple[int, ...] = Field(
         AUTO,
         description="Batch sizes at which decode steps are captured as CUDA graphs; empty is off, larger batches run "
-        'without. "auto" is 1, 2, 4, 8, 16, … 64 on a GPU whose kernels allow it. CUDA_GRAPHS sets it too.',
+        'without. "auto" is 1, 2, 4, 8, 16, … 64 on a GPU whose kernels allow it.',
     )
 
     @field_validator("batch_sizes", mode="before")
@@ -312,12 +311,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     known = {key.environment_variable: key.path for key in list_config_keys()}
     values = {}
-    if GRAPHS_VARIABLE in environ:
-        values["graphs.batch_sizes"] = environ[GRAPHS_VARIABLE]
     for variable, value in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_FILE_VARIABLE:
             continue
         if variable not in known:
+            if is_service_link(variable):
+                continue
             raise ConfigError(f"unknown environment variable {variable}{_hint(variable, list(known))}")
         values[known[variable]] = value
     return values
