@@ -52,12 +52,6 @@ class ModelSpec:
     kv_scales_dtype: str | None = None
     """Name of the KV dtype for which the checkpoint contains scales of keys and values; None if it contains none."""
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The window that all layers have, or None if at least one layer sees all tokens."""
-        windows = {layer.sliding_window for layer in self.layers}
-        return None if None in windows or not windows else max(w for w in windows if w is not None)
-
     def bytes_per_block(self, block_size: int, kv_dtype: KVDtype) -> int:
         """KV bytes of one block over all layers."""
         return sum(layer.cache_spec(block_size, kv_dtype).bytes_per_block for layer in self.layers)
