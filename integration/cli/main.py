@@ -11,6 +11,7 @@ from pagedkv.integration.cli.calibrate import calibrate
 from pagedkv.integration.cli.config import config
 from pagedkv.integration.cli.demo_model import demo_model
 from pagedkv.integration.cli.eval_kv import eval_kv
+from pagedkv.integration.cli.export_chat_template import export_chat_template
 from pagedkv.integration.cli.generate import generate
 from pagedkv.integration.cli.install_launcher_shim import install_launcher_shim
 from pagedkv.integration.cli.plan import plan
@@ -27,7 +28,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, demo_model, plan, plugins, config, calibrate, eval_kv, install_launcher_shim):
+for command in (
+    serve,
+    generate,
+    demo_model,
+    plan,
+    plugins,
+    config,
+    calibrate,
+    eval_kv,
+    install_launcher_shim,
+    export_chat_template,
+):
     app.command()(command)
 app.command(cls=BenchCommand)(bench)
 

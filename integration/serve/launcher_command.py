@@ -1,8 +1,8 @@
-"""The command `text-generation-server`, which text-generation-inference's launcher starts, for our server.
+"""`text-generation-server`, as text-generation-inference's launcher starts it, with our server inside.
 
-The launcher's flags and variables become keys of the config. A flag or variable that is not supported is refused, never
-ignored. If several set one key, the launcher's flag wins, then PAGEDKV_* variables, then the launcher's variables,
-then the file that PAGEDKV_CONFIG names.
+The launcher's flags (`launcher_flags`) and variables (`launcher_variables`) become keys of the config. What can't be
+honoured is refused, never passed over. Where several set one key, the launcher's flag goes before PAGEDKV_* variables,
+these before the launcher's variables, and these before the file that PAGEDKV_CONFIG names.
 
 `pagedkv install-launcher-shim DIR` puts a command of this name into a folder for the launcher's PATH.
 """
@@ -13,154 +13,54 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedkv.integration.serve.launcher_flags import LogLevel, ServeFlags
+from pagedkv.integration.serve.launcher_variables import find_refusals, translate_variables
 from pagedkv.plugin.errors import ConfigError, PagedKVError
 
 if TYPE_CHECKING:
     from pagedkv.plugin.config import Config
 
+logger = logging.getLogger(__name__)
+
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
-LAUNCHER_VARIABLES = {
-    "CUDA_MEMORY_FRACTION": "PAGEDKV_CACHE_MEMORY_FRACTION",
-    "MAX_TOTAL_TOKENS": "PAGEDKV_LIMITS_MAX_TOTAL_TOKENS",
-    "MAX_BATCH_SIZE": "PAGEDKV_SCHEDULER_MAX_NUM_SEQUENCES",
-}
-"""Variables of the launcher that set a key of our config. CUDA_GRAPHS is another one; `load_config` reads it."""
-
-REFUSED_VARIABLES = {
-    "LORA_ADAPTERS": "adapters can't be loaded yet; serve a checkpoint with the adapter merged into it",
-    "ROPE_SCALING": 'the checkpoint says how it scales; change "rope_scaling" in its config.json instead',
-    "ROPE_FACTOR": 'the checkpoint says how it scales; change "rope_scaling" in its config.json instead',
-    "WEIGHTS_CACHE_OVERRIDE": "give the directory with the weights, config.json and tokenizer.json as MODEL_ID instead",
-}
-
-FIXED_VARIABLES = {"WATERMARK_GAMMA": 0.5, "WATERMARK_DELTA": 2.0}
-"""Variables of the launcher for which only this value is supported."""
-
-_UNSET_MEMORY_FRACTION = 1.0
-"""CUDA_MEMORY_FRACTION as the launcher passes it if the user did not set it."""
+DEFAULT_UDS_PATH = Path("/tmp/text-generation-server")  # noqa: S108 # the launcher's and the stock server's default
 
 app = typer.Typer(
     help="The model server of text-generation-inference's launcher, with pagedkv inside.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # a wrong flag is a plain line in the launcher's log, no frame
 )
 
 
-class LogLevel(str, Enum):
-    """The launcher's names of log levels."""
-
-    TRACE = "TRACE"
-    DEBUG = "DEBUG"
-    INFO = "INFO"
-    SUCCESS = "SUCCESS"
-    WARNING = "WARNING"
-    ERROR = "ERROR"
-    CRITICAL = "CRITICAL"
-
-
-_PYTHON_LEVELS = {LogLevel.TRACE: "DEBUG", LogLevel.SUCCESS: "INFO"}
-"""The nearest Python levels of those that Python's logging does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServeFlags:
-    """The launcher's command-line flags. None or "" is a flag that it left out."""
-
-    model_id: str
-    uds_path: str
-    sharded: bool = False
-    quantize: str | None = None
-    speculate: int | None = None
-    dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    trust_remote_code: bool = False
-    revision: str | None = None
-    otlp_endpoint: str | None = None
-    otlp_service_name: str | None = None
-    max_input_tokens: int | None = None
-
-    def refused(self) -> list[str]:
-        """Lists the flags that are not supported, each with what to do instead."""
-        reasons = []
-        if self.quantize is not None:
-            reasons.append(
-                f"--quantize {self.quantize}: weights are served as the checkpoint has them; leave the flag out, and "
-                "set cache.kv_dtype to make the cache smaller"
-            )
-        if self.speculate:
-            reasons.append(f"--speculate {self.speculate}: there is no speculative decoding here; leave the flag out")
-        return reasons
-
-    def overrides(self) -> dict[str, Any]:
-        """Returns the config keys that the flags set."""
-        keys = {
-            "model.path": self.model_id,
-            "server.uds_path": self.uds_path,
-            "model.dtype": self.dtype,
-            "cache.kv_dtype": self.kv_cache_dtype,
-            "model.revision": self.revision,
-            "model.trust_remote_code": self.trust_remote_code or None,
-            "tracing.otlp_endpoint": self.otlp_endpoint,
-            "tracing.service_name": self.otlp_service_name,
-            "limits.max_input_tokens": self.max_input_tokens,
-        }
-        return {key: value for key, value in keys.items() if value is not None}
-
-
 def configure(flags: ServeFlags, environ: Mapping[str, str]) -> Config:
-    """Makes the config of a server that the launcher starts.
+    """The config of a server that the launcher starts.
 
     Raises:
-        ConfigError: a flag or a variable is not supported (the message lists all of them), or has a bad value.
+        ConfigError: a flag or a variable that can't be honoured (all are listed), or that is wrong.
     """
-    refused = flags.refused() + _refused_variables(environ)
+    refused = flags.refused() + find_refusals(environ)
     if refused:
-        raise ConfigError("the launcher asks for what this server can't do:\n" + "\n".join(f"  {r}" for r in refused))
+        raise ConfigError("the launcher asks for what this server can't do: " + " | ".join(refused))
 
-    from pagedkv.plugin.config import load_config
-    from pagedkv.plugin.kv_dtypes import TGI_NAMES
+    from pagedkv.plugin.config import ENVIRONMENT_PREFIX, load_config
 
-    overrides = flags.overrides()
-    if flags.kv_cache_dtype is not None:
-        overrides["cache.kv_dtype"] = TGI_NAMES.get(flags.kv_cache_dtype, flags.kv_cache_dtype)
-    return load_config(None, overrides, {**_translated_variables(environ), **environ})
-
-
-def _refused_variables(environ: Mapping[str, str]) -> list[str]:
-    refused = [f"{name}: {reason}" for name, reason in REFUSED_VARIABLES.items() if environ.get(name)]
-    for name, value in FIXED_VARIABLES.items():
-        if _read_number(name, environ.get(name) or str(value)) != value:
-            refused.append(f"{name}={environ[name]}: it is fixed at {value}; leave the launcher's flag out")
-    return refused
-
-
-def _translated_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {ours: environ[theirs] for theirs, ours in LAUNCHER_VARIABLES.items() if environ.get(theirs)}
-    fraction = environ.get("CUDA_MEMORY_FRACTION")
-    if fraction and _read_number("CUDA_MEMORY_FRACTION", fraction) == _UNSET_MEMORY_FRACTION:
-        del found[LAUNCHER_VARIABLES["CUDA_MEMORY_FRACTION"]]
-    return found
-
-
-def _read_number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise ConfigError(f"{name} must be a number (found {value!r})") from None
+    translated = {
+        ENVIRONMENT_PREFIX + key.replace(".", "_").upper(): value for key, value in translate_variables(environ).items()
+    }
+    return load_config(None, flags.overrides(), {**translated, **environ})
 
 
 def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
-    """Reads this process's rank and the number of shards from RANK and WORLD_SIZE. Raises ConfigError."""
+    """This process's rank and the number of shards, from RANK and WORLD_SIZE. Raises ConfigError."""
     try:
         rank, num_shards = int(environ.get("RANK") or 0), int(environ.get("WORLD_SIZE") or 1)
     except ValueError:
@@ -175,10 +75,10 @@ def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
 
 
 def set_up_logging(level: LogLevel, as_json: bool) -> None:
-    """Logs to standard output, which the launcher reads."""
+    """To standard output, which the launcher reads."""
     from pagedkv.integration.serve import logs
 
-    logs.set_up_logging(_PYTHON_LEVELS.get(level, level.value), as_json=as_json, stream=sys.stdout)
+    logs.set_up_logging(level.python_name, as_json=as_json, stream=sys.stdout)
     logging.captureWarnings(True)
 
 
@@ -192,7 +92,7 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 @app.command()
 def serve(
     model_id: ModelId,
-    uds_path: Annotated[Path, typer.Option(help="Unix socket; the rank is appended, as in PATH-0.")],
+    uds_path: Annotated[Path, typer.Option(help="Unix socket; the rank is appended, as in PATH-0.")] = DEFAULT_UDS_PATH,
     revision: Revision = None,
     sharded: Annotated[bool, typer.Option("--sharded", help="Be one of WORLD_SIZE shards.")] = False,
     quantize: Annotated[str | None, typer.Option(help="Refused.")] = None,
@@ -236,26 +136,40 @@ def download_weights(
     revision: Revision = None,
     extension: Annotated[str, typer.Option(help="Of the weights; only .safetensors can be served.")] = ".safetensors",
     trust_remote_code: TrustRemoteCode = False,
-    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Refused.")] = False,
+    merge_lora: Annotated[
+        bool,
+        typer.Option("--merge-lora", help="The launcher always asks for it. A model that is an adapter is refused."),
+    ] = False,
     logger_level: LoggerLevel = LogLevel.INFO,
     json_output: JsonOutput = False,
 ) -> None:
     """Make sure that the weights of MODEL_ID are here: a directory must hold them, a hub's model is downloaded."""
     set_up_logging(logger_level, json_output)
-    if merge_lora:
-        raise ConfigError("--merge-lora: adapters can't be merged here; merge the adapter into a checkpoint beforehand")
 
+    from pagedkv.integration.serve.chat_template import warn_of_hidden_template
     from pagedkv.integration.serve.weights import ensure_weights
+    from pagedkv.plugin.config import load_config
 
-    ensure_weights(model_id, extension, revision, with_code=trust_remote_code)
+    allow_pickle = load_config().model.allow_pickle
+    directory = ensure_weights(model_id, extension, revision, with_code=trust_remote_code, allow_pickle=allow_pickle)
+    warn_of_hidden_template(directory, model_id, os.environ)
 
 
 def run() -> None:
-    """Runs the command. Prints a PagedKVError as one paragraph on standard error, which the launcher shows."""
+    """Runs the command. A fault that has a name is one line.
+
+    It stands twice in the launcher's log: as the line of level ERROR that it is on standard output, as JSON, and at the
+    end of standard error, which the launcher prints whole when a process has failed.
+    """
+    # Set by every launcher; the hub's client of today knows it no more, and warns at each start.
+    os.environ.pop("HF_HUB_ENABLE_HF_TRANSFER", None)
     try:
         app(prog_name="text-generation-server")
     except PagedKVError as error:
-        print(f"text-generation-server: {error}", file=sys.stderr)
+        line = " ".join(str(error).split())
+        if "--json-output" in sys.argv:
+            logger.error("%s", line)
+        print(f"text-generation-server: {line}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -15,14 +15,17 @@ from typing import Any
 
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address, shard_path
+from pagedkv.integration.serve.chat_template import warn_of_hidden_template
 from pagedkv.integration.serve.observers import ServerObservers, open_observers
 from pagedkv.integration.serve.shards import joined_shards
+from pagedkv.integration.serve.weights import find_model_directory
 from pagedkv.plugin.assemble import Assembly, assemble
-from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.config import AUTO, ENVIRONMENT_PREFIX, Config
 from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
 from pagedkv.plugin.resolved_config import ResolvedConfig
+from pagedkv.plugin.service_links import list_service_links
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +117,7 @@ def run_server(
     with open_observers(config, shard) as observers, joined_shards(config, shard):
         assembly = assemble(config)
         _log_config(assembly.config, config, observers.metrics_url)
+        _warn_of_surroundings(config, rank)
         try:
             return asyncio.run(_serve(assembly, config, announce, observers))
         finally:
@@ -132,6 +136,17 @@ def _log_config(resolved: ResolvedConfig, config: Config, metrics_url: str) -> N
     sections = {"server": config.server, "metrics": {"url": metrics_url}, "tracing": config.tracing}
     fields = _plain({**_as_dict(resolved), **sections})
     logger.info("resolved config: %s", json.dumps(fields), extra={"fields": fields})
+
+
+def _warn_of_surroundings(config: Config, rank: int) -> None:
+    """What an operator should know of the environment and the model's files, once."""
+    if rank:
+        return
+    if links := list_service_links(os.environ, ENVIRONMENT_PREFIX):
+        logger.info("variables of Kubernetes Services are no config keys, and are ignored: %s", ", ".join(links))
+    directory = find_model_directory(config.model.path, config.model.revision or None)
+    if directory is not None:
+        warn_of_hidden_template(directory, config.model.path, os.environ)
 
 
 async def _serve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -21,8 +22,8 @@ from google.protobuf import json_format
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.integration.cli.install_launcher_shim import write_shim
-from pagedkv.integration.serve.launcher_command import ServeFlags, configure, read_shard
-from pagedkv.integration.serve.weights import ensure_weights
+from pagedkv.integration.serve.launcher_command import configure, read_shard
+from pagedkv.integration.serve.launcher_flags import LogLevel, ServeFlags
 from pagedkv.plugin.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -61,19 +62,6 @@ class TestConfig:
         assert config.cache.memory_fraction == 0.9
         assert config.limits.max_total_tokens == "auto"
 
-    def test_variables_of_the_launcher_become_keys(self) -> None:
-        variables = {
-            "CUDA_MEMORY_FRACTION": "0.5",
-            "MAX_TOTAL_TOKENS": "3000",
-            "MAX_BATCH_SIZE": "7",
-            "CUDA_GRAPHS": "1,2",
-        }
-        config = configure(FLAGS, variables)
-        assert config.cache.memory_fraction == 0.5
-        assert config.limits.max_total_tokens == 3000
-        assert config.scheduler.max_num_sequences == 7
-        assert config.graphs.batch_sizes == (1, 2)
-
     def test_file_goes_under_launcher_s_variables_under_ours_under_launcher_s_flags(self, tmp_path: Path) -> None:
         file = tmp_path / "pagedkv.toml"
         file.write_text(
@@ -100,14 +88,11 @@ class TestConfig:
             configure(flags, variables)
         for name in ("--quantize awq", "--speculate 2", *variables):
             assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
 
-    def test_flags_at_a_value_that_is_ours_anyway_are_taken(self) -> None:
-        configure(replace(FLAGS, speculate=0), {"WATERMARK_GAMMA": "0.50", "WATERMARK_DELTA": "2", "LORA_ADAPTERS": ""})
-
-    @pytest.mark.parametrize("name", ["CUDA_MEMORY_FRACTION", "WATERMARK_DELTA"])
-    def test_variable_that_is_no_number_is_refused_by_its_own_name(self, name: str) -> None:
-        with pytest.raises(ConfigError, match=f"{name} must be a number"):
-            configure(FLAGS, {name: "much"})
+    @pytest.mark.parametrize("name", ["OFF", "ERROR", "WARN", "INFO", "DEBUG", "TRACE"])
+    def test_every_level_of_the_launcher_s_filter_is_one_of_python_s(self, name: str) -> None:
+        assert isinstance(logging.getLevelName(LogLevel(name).python_name), int)
 
     def test_rank_and_number_of_shards_come_from_the_environment(self) -> None:
         assert read_shard({}, sharded=False) == (0, 1)
@@ -115,34 +100,6 @@ class TestConfig:
         for variables, sharded in (({"RANK": "1"}, False), ({"WORLD_SIZE": "two"}, False), ({}, True)):
             with pytest.raises(ConfigError, match="WORLD_SIZE"):
                 read_shard(variables, sharded)
-
-
-class TestWeights:
-    def test_directory_with_weights_is_all_that_is_needed(self, tmp_path: Path) -> None:
-        (tmp_path / "model.safetensors").touch()
-        assert ensure_weights(str(tmp_path), ".safetensors") == tmp_path
-
-    def test_directory_without_weights_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "pytorch_model.bin").touch()
-        with pytest.raises(ConfigError, match="safetensors"):
-            ensure_weights(str(tmp_path), ".safetensors")
-
-    def test_command_finds_what_the_hub_s_cache_holds_and_refuses_what_it_lacks(
-        self, shim: Path, tmp_path: Path
-    ) -> None:
-        snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
-        snapshot.mkdir(parents=True)
-        (snapshot / "model.safetensors").touch()
-        refs = tmp_path / "models--some--model" / "refs"
-        refs.mkdir()
-        (refs / "main").write_text("0" * 40)
-        environ = {**os.environ, "HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-        for model, code in (("some/model", 0), ("other/model", 1)):
-            command = [shim, "download-weights", model, "--extension", ".safetensors", "--json-output"]
-            done = subprocess.run(command, env=environ, capture_output=True, text=True)
-            assert done.returncode == code, done.stderr
-            assert (f"{model} is no directory here" in done.stderr) == bool(code)
-            assert "Traceback" not in done.stderr
 
 
 class TestShim:
@@ -167,10 +124,18 @@ class TestShim:
 
     def test_a_refused_flag_ends_it_with_a_reason_and_without_a_traceback(self, shim: Path, tmp_path: Path) -> None:
         command = [shim, "serve", str(tmp_path), "--uds-path", str(tmp_path / "s"), "--quantize", "gptq"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run([*command, "--json-output"], capture_output=True, text=True)
         assert done.returncode == 1
-        assert "--quantize gptq" in done.stderr
-        assert "Traceback" not in done.stderr
+        (line,) = done.stderr.splitlines()
+        (record,) = map(json.loads, done.stdout.splitlines())
+        assert "--quantize gptq" in line
+        assert line == f"text-generation-server: {record['text']}"
+        assert record["record"]["level"] == {"name": "ERROR"}
+
+    def test_a_flag_that_is_unknown_ends_it_without_a_frame(self, shim: Path, tmp_path: Path) -> None:
+        done = subprocess.run([shim, "serve", str(tmp_path), "--no-such"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == "Error: No such option: --no-such"
 
 
 def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
