@@ -1,4 +1,4 @@
-"""Variables that Kubernetes makes of a Service's name, in every pod of its namespace: they are no config keys.
+"""Recognizes the variables that Kubernetes sets in every pod for each Service of the namespace.
 
 A Service `pagedkv` gives PAGEDKV_SERVICE_HOST, PAGEDKV_SERVICE_PORT, PAGEDKV_SERVICE_PORT_HTTP (a port with a name),
 PAGEDKV_PORT (an address) and PAGEDKV_PORT_80_TCP with its _PROTO, _PORT and _ADDR; one `pagedkv-metrics` the same with
@@ -16,10 +16,10 @@ _SERVICE_LINK = re.compile(
 
 
 def is_service_link(variable: str) -> bool:
-    """Whether Kubernetes names a variable so. No key of the config has such a name; a test holds it."""
+    """Whether Kubernetes may have set a variable of this name. No key of the config has such a name."""
     return _SERVICE_LINK.fullmatch(variable) is not None
 
 
 def list_service_links(variables: Iterable[str], prefix: str) -> list[str]:
-    """Those that begin with a prefix, in order."""
+    """Returns those that begin with the prefix, sorted."""
     return sorted(name for name in variables if name.startswith(prefix) and is_service_link(name))

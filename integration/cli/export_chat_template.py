@@ -1,4 +1,4 @@
-"""`pagedkv export-chat-template`: chat behind text-generation-inference's router, with any checkpoint."""
+"""The command `pagedkv export-chat-template`, which makes chat work behind text-generation-inference's router."""
 
 from __future__ import annotations
 

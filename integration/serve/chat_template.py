@@ -1,8 +1,8 @@
-"""The chat template, where a router looks for it.
+"""Makes a model's chat template visible to text-generation-inference's router.
 
-text-generation-inference's router reads it from chat_template.json, else from tokenizer_config.json (which its flag
---tokenizer-config-path replaces), else from processor_config.json. It knows nothing of chat_template.jinja, which is
-the one file that transformers has been writing since version 5.
+The router reads it from chat_template.json, else from tokenizer_config.json (or the file that its flag
+--tokenizer-config-path names), else from processor_config.json. It does not read chat_template.jinja, the only file
+that transformers 5 writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROCESSOR_CONFIG = "processor_config.json"
 
 
 def export_chat_template(directory: Path, output: Path | None = None) -> Path:
-    """Writes the template of chat_template.jinja where a router finds it. Changes no file that is there.
+    """Writes the template of chat_template.jinja to a file that the router reads. Changes no existing file.
 
     Args:
         directory: of the model.
@@ -36,8 +36,7 @@ def export_chat_template(directory: Path, output: Path | None = None) -> Path:
             --tokenizer-config-path; None writes chat_template.json into the directory.
 
     Returns:
-        The file that was written; the one that holds the template already where there is one and no output is asked
-        for.
+        The file that was written; without `output`, the file that has the template already, if there is one.
 
     Raises:
         ConfigError: there is no template, or the file can't be written.
@@ -56,7 +55,7 @@ def export_chat_template(directory: Path, output: Path | None = None) -> Path:
 
 
 def find_template_of_router(directory: Path) -> Path | None:
-    """The file in which a router finds a model's chat template; None where it finds none."""
+    """Returns the file in which the router finds the model's chat template; None if it finds none."""
     for name in (ROUTER_FILE, TOKENIZER_CONFIG, _PROCESSOR_CONFIG):
         values = _read_object(directory / name)
         # A processor's configuration without image_seq_len is none that the router can read.
@@ -66,7 +65,7 @@ def find_template_of_router(directory: Path) -> Path | None:
 
 
 def has_hidden_template(directory: Path, environ: Mapping[str, str]) -> bool:
-    """Whether a model has a chat template that a router does not find."""
+    """Whether a model has a chat template that the router does not find."""
     told = environ.get(_ROUTER_VARIABLE)
     if told and _read_object(Path(told)).get("chat_template"):
         return False
@@ -74,7 +73,7 @@ def has_hidden_template(directory: Path, environ: Mapping[str, str]) -> bool:
 
 
 def warn_of_hidden_template(directory: Path, model_id: str, environ: Mapping[str, str]) -> None:
-    """Says how chat is made to work, where it would be refused."""
+    """Logs one warning with the command to run, if the router would refuse chat."""
     if not has_hidden_template(directory, environ):
         return
     cure = f"pagedkv export-chat-template {shlex.quote(model_id)}"
@@ -98,7 +97,7 @@ def _read_jinja(directory: Path) -> str | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A file of JSON; empty where it is none, as to a router."""
+    """Reads a JSON object; returns an empty one if the file is missing or broken, which the router ignores."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

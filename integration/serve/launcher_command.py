@@ -1,8 +1,8 @@
-"""`text-generation-server`, as text-generation-inference's launcher starts it, with our server inside.
+"""The command `text-generation-server`, which text-generation-inference's launcher starts, for our server.
 
-The launcher's flags (`launcher_flags`) and variables (`launcher_variables`) become keys of the config. What can't be
-honoured is refused, never passed over. Where several set one key, the launcher's flag goes before PAGEDKV_* variables,
-these before the launcher's variables, and these before the file that PAGEDKV_CONFIG names.
+The launcher's flags (`launcher_flags`) and variables (`launcher_variables`) become keys of the config. If several set
+one key, the launcher's flag wins, then PAGEDKV_* variables, then the launcher's variables, then the file that
+PAGEDKV_CONFIG names.
 
 `pagedkv install-launcher-shim DIR` puts a command of this name into a folder for the launcher's PATH.
 """
@@ -42,10 +42,10 @@ app = typer.Typer(
 
 
 def configure(flags: ServeFlags, environ: Mapping[str, str]) -> Config:
-    """The config of a server that the launcher starts.
+    """Makes the config of a server that the launcher starts.
 
     Raises:
-        ConfigError: a flag or a variable that can't be honoured (all are listed), or that is wrong.
+        ConfigError: a flag or a variable is not supported (the message lists all of them), or has a bad value.
     """
     refused = flags.refused() + find_refusals(environ)
     if refused:
@@ -60,7 +60,7 @@ def configure(flags: ServeFlags, environ: Mapping[str, str]) -> Config:
 
 
 def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
-    """This process's rank and the number of shards, from RANK and WORLD_SIZE. Raises ConfigError."""
+    """Reads this process's rank and the number of shards from RANK and WORLD_SIZE. Raises ConfigError."""
     try:
         rank, num_shards = int(environ.get("RANK") or 0), int(environ.get("WORLD_SIZE") or 1)
     except ValueError:
@@ -75,7 +75,7 @@ def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
 
 
 def set_up_logging(level: LogLevel, as_json: bool) -> None:
-    """To standard output, which the launcher reads."""
+    """Logs to standard output, which the launcher reads."""
     from pagedkv.integration.serve import logs
 
     logs.set_up_logging(level.python_name, as_json=as_json, stream=sys.stdout)
@@ -156,12 +156,12 @@ def download_weights(
 
 
 def run() -> None:
-    """Runs the command. A fault that has a name is one line.
+    """Runs the command. Prints a PagedKVError as one line.
 
-    It stands twice in the launcher's log: as the line of level ERROR that it is on standard output, as JSON, and at the
-    end of standard error, which the launcher prints whole when a process has failed.
+    The launcher shows it twice: the log line on standard output, which is JSON, and standard error, which it prints
+    when a process has failed.
     """
-    # Set by every launcher; the hub's client of today knows it no more, and warns at each start.
+    # The launcher always sets it; huggingface_hub no longer supports it and warns at each start.
     os.environ.pop("HF_HUB_ENABLE_HF_TRANSFER", None)
     try:
         app(prog_name="text-generation-server")

@@ -1,4 +1,4 @@
-"""What the launcher of text-generation-inference puts on the command line, as keys of the config."""
+"""Translates the command-line flags of text-generation-inference's launcher into keys of the config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LogLevel(str, Enum):
-    """The launcher's names for levels: those of its own filter, and those that the stock server has beside."""
+    """The names of log levels of the launcher's filter and of the stock server."""
 
     TRACE = "TRACE"
     DEBUG = "DEBUG"
@@ -22,7 +22,7 @@ class LogLevel(str, Enum):
 
     @property
     def python_name(self) -> str:
-        """The level of Python's logging that is as severe."""
+        """The nearest level of Python's logging."""
         return _PYTHON_NAMES.get(self, self.value)
 
 
@@ -36,7 +36,7 @@ _PYTHON_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """What the launcher asks for on the command line of a shard. None and "" are what it left out."""
+    """The command-line flags of one shard. None or "" is a flag that the launcher left out."""
 
     model_id: str
     uds_path: str
@@ -52,7 +52,7 @@ class ServeFlags:
     max_input_tokens: int | None = None
 
     def refused(self) -> list[str]:
-        """What can't be honoured, and what to do instead; a line each."""
+        """Lists the flags that are not supported, each with what to do instead."""
         reasons = []
         if self.quantize is not None:
             reasons.append(
@@ -65,7 +65,7 @@ class ServeFlags:
         return reasons
 
     def overrides(self) -> dict[str, Any]:
-        """The config's keys that they set."""
+        """Returns the config keys that the flags set."""
         from pagedkv.plugin.kv_dtypes import TGI_NAMES
 
         keys = {

@@ -1,6 +1,6 @@
-"""The environment of a shard of text-generation-inference's launcher: what each variable does here.
+"""Translates the environment variables of text-generation-inference's launcher into keys of the config.
 
-`VARIABLES` lists every one that the stock server reads or the launcher sets; DROP_IN.md's table is made from it.
+`VARIABLES` lists every variable that the stock server reads or the launcher sets. DROP_IN.md shows it as a table.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pagedkv.plugin.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULT_GRAPH_SIZES = "1,2,4,8,16,32"
-"""What CUDA_GRAPHS holds where nobody gave the launcher `--cuda-graphs`."""
+"""CUDA_GRAPHS as the launcher sets it if it was started without `--cuda-graphs`."""
 
 STARTED_BY_LAUNCHER = "CUDA_MEMORY_FRACTION"
-"""The launcher sets it for every shard."""
+"""A variable that the launcher sets for every shard."""
 
 _FALSE_FOR_STOCK = "neither 1 nor true"
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable of the launcher's world."""
+    """One row of the table."""
 
     name: str
     effect: Literal["honoured", "refused", "ignored"]
     meaning: str
     key: str = ""
-    """Of the config, where its value becomes the key's as it stands."""
+    """The config key that takes the variable's value unchanged; empty if there is none."""
     neutral: float | None = None
-    """Of a refused one: the value that is ours anyway."""
+    """The one supported value of a refused variable; None if there is none."""
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -118,10 +118,10 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def find_refusals(environ: Mapping[str, str]) -> list[str]:
-    """What the environment asks for and can't have, and what to do instead; a line each.
+    """Lists the variables that are set and not supported, each with what to do instead.
 
     Raises:
-        ConfigError: a value that must be a number is none.
+        ConfigError: a value that must be a number is not one.
     """
     asked = [variable for variable in VARIABLES if variable.effect == "refused" and environ.get(variable.name)]
     return [
@@ -132,7 +132,7 @@ def find_refusals(environ: Mapping[str, str]) -> list[str]:
 
 
 def translate_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The config's keys that the launcher's variables set, with their values as text. Raises ConfigError."""
+    """Returns the config keys that the launcher's variables set, with their values as text. Raises ConfigError."""
     keys = {
         variable.key: environ[variable.name] for variable in VARIABLES if variable.key and environ.get(variable.name)
     }
@@ -160,7 +160,7 @@ def translate_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_graph_sizes(environ: Mapping[str, str]) -> str | None:
-    """None where nobody asked for any."""
+    """Returns the sizes that the user asked for; None if the user asked for nothing."""
     sizes = environ.get("CUDA_GRAPHS")
     if STARTED_BY_LAUNCHER not in environ:
         return sizes
@@ -170,7 +170,7 @@ def _read_graph_sizes(environ: Mapping[str, str]) -> str | None:
 
 
 def _is_off(environ: Mapping[str, str], name: str) -> bool:
-    """Whether a switch is set, to what the stock server takes for off."""
+    """Whether a switch is set to a value that the stock server takes for off."""
     return name in environ and environ[name].lower() not in ("1", "true")
 
 
@@ -182,6 +182,6 @@ def _read_number(environ: Mapping[str, str], name: str) -> float:
 
 
 def markdown_table() -> str:
-    """The variables as DROP_IN.md shows them."""
+    """Makes the table of variables in DROP_IN.md."""
     rows = [f"| `{variable.name}` | {variable.effect} | {variable.meaning} |" for variable in VARIABLES]
     return "\n".join(["| variable | here | meaning |", "|---|---|---|", *rows])

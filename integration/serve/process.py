@@ -139,7 +139,7 @@ def _log_config(resolved: ResolvedConfig, config: Config, metrics_url: str) -> N
 
 
 def _warn_of_surroundings(config: Config, rank: int) -> None:
-    """What an operator should know of the environment and the model's files, once."""
+    """Logs what an operator should know about the environment and the model's files. Only rank 0 does."""
     if rank:
         return
     if links := list_service_links(os.environ, ENVIRONMENT_PREFIX):

@@ -1,4 +1,4 @@
-"""Weights on this machine: found in a directory, or fetched from the Hugging Face hub into its cache."""
+"""Finds a model's weights in a directory, or downloads them from the Hugging Face hub into its cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PICKLED = ".bin"
 ADAPTER_CONFIG = "adapter_config.json"
 
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-"""Of configuration, tokenizer and chat template."""
+"""Suffixes of files of configuration, tokenizer and chat template."""
 
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 _NO_WEIGHTS = ("/", "adapter_model", "arguments", "args", "training")
-"""In the names of files with such an extension that are none of the model: in folders, of adapters, of trainers."""
+"""Parts of the names of files that are not the model's weights: files in folders, of adapters, of trainers."""
 
 
 def ensure_weights(
@@ -33,20 +33,20 @@ def ensure_weights(
     with_code: bool = False,
     allow_pickle: bool = False,
 ) -> Path:
-    """The directory that holds a model's weights, which are downloaded where they are missing.
+    """Returns the directory of a model's weights. Downloads them if they are missing.
 
-    Taken are files of the repository's first level: those with weights, which the index names where there is one; and
-    those of configuration, tokenizer and chat template.
+    Takes files of the repository's top level only: the weights that the index names (without an index, all files with
+    the extension), and the files of configuration, tokenizer and chat template.
 
     Args:
         model_id: a directory, or a name on the hub.
-        extension: of the files with the weights, as ".safetensors".
+        extension: of the weight files, for example ".safetensors".
         revision: of a model on the hub; None is its default.
-        with_code: download the Python code that the model brings, too.
-        allow_pickle: take .bin files where there are none with the extension.
+        with_code: also download the model's Python code.
+        allow_pickle: take .bin files if there are none with the extension.
 
     Raises:
-        ConfigError: a directory without weights, an adapter without a model, or a model that can't be downloaded.
+        ConfigError: the directory has no weights, holds an adapter and no model, or the model can't be downloaded.
     """
     extensions = (extension, PICKLED) if allow_pickle else (extension,)
     if Path(model_id).is_dir():
@@ -60,7 +60,7 @@ def ensure_weights(
 
 
 def refuse_adapter(model_id: str, names: Collection[str]) -> None:
-    """Raises ConfigError where the files of a repository are an adapter's and no model's."""
+    """Raises ConfigError if a repository holds an adapter and no model. `names`: its files."""
     if ADAPTER_CONFIG not in names:
         return
     if "config.json" not in names or not select_weights(names, (SAFETENSORS, PICKLED)):
@@ -72,7 +72,7 @@ def refuse_adapter(model_id: str, names: Collection[str]) -> None:
 
 
 def select_weights(names: Iterable[str], extensions: Collection[str]) -> list[str]:
-    """The files of the first extension that has any, in order; `_NO_WEIGHTS` says which are none."""
+    """Returns the weight files with the first extension that any file has, sorted."""
     possible = sorted(name for name in names if not any(part in name for part in _NO_WEIGHTS))
     for extension in extensions:
         found = [name for name in possible if name.endswith(extension)]
@@ -82,12 +82,12 @@ def select_weights(names: Iterable[str], extensions: Collection[str]) -> list[st
 
 
 def find_model_directory(model_id: str, revision: str | None = None) -> Path | None:
-    """A directory itself, or a hub's model in the cache; None where neither is here."""
+    """Returns the directory, or the snapshot of a hub's model in the cache; None if neither is on this machine."""
     return Path(model_id) if Path(model_id).is_dir() else find_snapshot(model_id, revision)
 
 
 def find_snapshot(model_id: str, revision: str | None = None) -> Path | None:
-    """The directory of a hub's model in the hub's cache on this machine; None where it is not there."""
+    """Returns the snapshot of a hub's model in the cache on this machine; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -112,7 +112,7 @@ def _find_weights(model_id: str, directory: Path, extensions: Collection[str]) -
 
 
 def read_index(directory: Path) -> list[str] | None:
-    """The files that a directory's index of safetensors names; None where there is no index.
+    """Returns the files that a directory's index of safetensors names; None if there is no index.
 
     Raises:
         ConfigError: the index can't be read.
@@ -145,7 +145,7 @@ def _download(model_id: str, extensions: Collection[str], revision: str | None, 
 
 
 def _fetch(model_id: str, names: list[str], extensions: Collection[str], revision: str | None, with_code: bool) -> Path:
-    """Downloads what is missing. Text first: it has the index."""
+    """Downloads what is missing. Text comes first, because the index is among it."""
     from huggingface_hub import snapshot_download
 
     refuse_adapter(model_id, names)
