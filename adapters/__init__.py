@@ -1,1 +1,1 @@
-"""Translations between pagedkv and other people's interfaces."""
+"""Adapters between pagedkv and interfaces of other projects."""

@@ -1,7 +1,7 @@
-"""The `auto` kernels: the first of triton, cpu and reference that serves every layer of the model.
+"""The `auto` kernels: the first of triton, cpu and reference that supports every layer of the model.
 
-The choice needs all layers, which come one `unsupported_reasons` call at a time; so it is made anew with each of them,
-and is final, and logged, once the first layer's storage is allocated.
+The choice needs all layers, which come one `unsupported_reasons` call at a time. So it is repeated at each call, and
+becomes final, with a log line, when the first layer's storage is allocated.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _Question = tuple[AttentionSpec, KVCacheSpec, torch.dtype]
 
 @dataclass
 class _Candidate:
-    """A provider that could be picked, and why it can't."""
+    """Kernels that may be picked, and the reasons against them."""
 
     name: str
     kernels: AttentionKernels | None = None
     reasons: list[str] = field(default_factory=list)
-    """Why not, in the order found; empty while it can be picked."""
+    """Reasons against it, in the order found; empty while it can be picked."""
     num_asked: int = 0
 
     def ask(self, questions: Sequence[_Question]) -> bool:
-        """Puts to it the questions it has not heard, and says whether it serves them all."""
+        """Passes new questions to the kernels. Returns whether they support all of them."""
         for question in questions[self.num_asked :]:
             if self.kernels is not None:
                 found = self.kernels.unsupported_reasons(*question)
@@ -55,7 +55,7 @@ class _Candidate:
 
 
 class AutoKernels:
-    """Implements `AttentionKernels` by the first candidate without a reason against it."""
+    """Implements `AttentionKernels` with the first candidate without a reason against it."""
 
     interface_version: ClassVar[int] = 1
 
@@ -66,12 +66,12 @@ class AutoKernels:
 
     @classmethod
     def create(cls, device: torch.device) -> Self:
-        """Makes every candidate that is installed and meant for the device."""
+        """Creates every candidate that is installed and made for the device."""
         return cls([_create_candidate(name, device) for name in CANDIDATES])
 
     @property
     def name(self) -> str:
-        """Of the kernels picked; before the first `allocate`, of those that would be."""
+        """Name of the kernels picked; before the first `allocate`, of those that would be picked now."""
         return self._picked().name
 
     @property
@@ -79,7 +79,7 @@ class AutoKernels:
         return self._picked().can_capture_graphs
 
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
-        """Why no candidate serves this layer and all asked about before; every candidate's reasons, with its name."""
+        """Returns every candidate's reasons, with its name, if none supports this layer and all earlier ones."""
         if self._settled is not None:
             return self._settled.unsupported_reasons(spec, cache_spec, dtype)
         question = (spec, cache_spec, dtype)
@@ -88,11 +88,11 @@ class AutoKernels:
         return [] if self._first_able() is not None else self._all_reasons()
 
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
-        """As the picked kernels do. The first call makes the pick final.
+        """Allocates with the picked kernels. The first call makes the pick final.
 
         Raises:
-            UnsupportedError: no candidate serves the layers asked about; the text lists every reason.
-            torch.OutOfMemoryError: the storage does not fit.
+            UnsupportedError: no candidate supports all layers; the message lists every reason.
+            torch.OutOfMemoryError: there is not enough memory.
         """
         if self._settled is None:
             self._settled = self._picked()

@@ -1,4 +1,4 @@
-"""The `auto` decoder kernels: the first that serve the model on the device."""
+"""The `auto` decoder kernels: pick the decoder kernels for the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CANDIDATES = {"cuda": "triton", "cpu": "cpu"}
 
 
 class AutoDecoderKernels:
-    """Implements `DecoderKernels` by those made for the device."""
+    """Implements `DecoderKernels` with the kernels for the device."""
 
     interface_version: ClassVar[int] = 1
 

@@ -1,17 +1,17 @@
-"""How numbers become elements, scales and zero points, in plain torch: what `reference` does, and others are held to.
+"""Quantizes numbers to elements, scales and zero points in plain torch; the reference for all kernels.
 
-8 bits, a scale per token and head (or from outside): number = element × scale. The scale lets the token's largest
-magnitude be an element exactly. Of 8-bit floats several will do, which differ in how well the others are met; the one
-with the smallest squared error is taken.
+8 bits, with a scale per token and head (or static): number = element × scale. The scale maps the token's largest
+magnitude exactly to an element. For 8-bit floats several scales do this; the one with the smallest squared error over
+the token is used.
 
 4 bits: number = (element + zero) × 2^(code / 8) with element 0 to 15, and one code and zero point, both int8, for each
 group of numbers: a channel's keys over the tokens of a block, or up to 64 channels of one token's values. Of eight
-scales around range / 15 the one with the smallest squared error is taken. Keys of a block's first token have two bits
-more, quarters of a step: number = (element + quarters / 4 + zero) × 2^(code / 8). Values are rotated before.
+scales around range / 15 the one with the smallest squared error is used. Keys of a block's first token have two more
+bits, quarters of a step: number = (element + quarters / 4 + zero) × 2^(code / 8). Values are rotated before.
 
-An incomplete block of keys is quantized anew as a whole when tokens come: its own tokens enter with what they were
-stored as. A channel keeps its scale as long as its range fits, and then moves its zero point alone, which is exact;
-else all of it is rounded once more, by half of the new step at the most. Tokens that come together are rounded once.
+When tokens are added to an incomplete block of keys, the whole block is quantized again, from the stored values of its
+old tokens. A channel keeps its scale as long as its range fits, and only changes its zero point, which is exact.
+Otherwise all its elements are rounded again, by at most half of the new step. Tokens stored together are rounded once.
 On keys of SmolLM2 a block filled token by token has 1.5 × the squared error of one that is stored at once.
 """
 
@@ -24,21 +24,21 @@ import torch
 from pagedkv.plugin.kv_dtypes import SCALE_CODES_PER_OCTAVE, KVDtype
 
 _SMALLEST_ABSMAX = 1e-30
-"""Keeps the inverse of a scale finite, so that a row of zeros is stored as zeros."""
+"""Lower limit of a row's magnitude. It keeps the inverse of a scale finite: a row of zeros is stored as zeros."""
 _MAX_ELEMENT = 15
 _CODE_CANDIDATES = range(4, -4, -1)
 """Scale codes tried, relative to the one that fits the range."""
 _MAX_ZERO = 112
-"""Of a zero point's magnitude when the range fits; int8 leaves room for finer candidates and for 15 steps above it."""
+"""Largest magnitude of a zero point if the range fits. int8 leaves space for finer candidates and 15 steps above it."""
 FIRST_KEY_BITS = 2
-"""More of them for the keys of a block's first token."""
+"""Additional bits for the keys of a block's first token."""
 _SUBSTEPS = 2**FIRST_KEY_BITS
 _MAX_NUMBER = 2.0**21
-"""Numbers of 4 bits saturate here: the coarsest scale × the largest zero point."""
+"""Magnitude at which 4-bit numbers saturate: the coarsest scale × the largest zero point."""
 
 
 def quantize_tokens(x: torch.Tensor, kv_dtype: KVDtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements with one scale a row.
+    """Quantizes rows with one scale each.
 
     Args:
         x: [..., dim], floating point.
@@ -62,7 +62,7 @@ def quantize_tokens(x: torch.Tensor, kv_dtype: KVDtype) -> tuple[torch.Tensor, t
 
 
 def round_to_elements(x: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
-    """The nearest elements of `kv_dtype.storage`, 8 bits each; beyond the range it saturates, NaN becomes 0 in int8."""
+    """Rounds to the nearest 8-bit elements of `kv_dtype.storage`. Saturates out of range; NaN becomes 0 in int8."""
     x = x.clamp(-kv_dtype.max_element, kv_dtype.max_element)
     if kv_dtype.storage.is_floating_point:
         return x.to(kv_dtype.storage)
@@ -70,7 +70,7 @@ def round_to_elements(x: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
 
 
 def _exact_elements(kv_dtype: KVDtype) -> list[float]:
-    """Elements that a row's largest magnitude may become: the largest one; of floats also those in its octave."""
+    """Elements to which a row's largest magnitude may be mapped: the largest; for floats also those in its octave."""
     if not kv_dtype.storage.is_floating_point:
         return [kv_dtype.max_element]
     power = 2.0 ** math.floor(math.log2(kv_dtype.max_element))
@@ -83,7 +83,7 @@ def _squared_error(x: torch.Tensor, scales: torch.Tensor, kv_dtype: KVDtype) -> 
 
 
 def quantize_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """4 bits with a scale and a zero point for each `group_size` channels of a row; the last group may be shorter.
+    """Quantizes rows to 4 bits with a scale and a zero point per `group_size` channels; the last group may be shorter.
 
     Args:
         x: [..., dim], floating point.
@@ -93,7 +93,7 @@ def quantize_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, tor
     """
     dim = x.shape[-1]
     width = min(group_size, dim)
-    # What fills the last group up repeats a number of it, so that it does not widen the range.
+    # Pad the last group with one of its numbers, so that its range does not grow.
     filling = x[..., -1:].expand(*x.shape[:-1], -dim % width)
     grouped = torch.cat([x, filling], -1).unflatten(-1, (-1, width))
     is_real = (torch.arange(grouped.shape[-2] * width, device=x.device) < dim).view(-1, width)
@@ -104,7 +104,7 @@ def quantize_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, tor
 def dequantize_groups(
     elements: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor, group_size: int
 ) -> torch.Tensor:
-    """The float32 numbers of `quantize_groups`: [..., dim]."""
+    """Inverse of `quantize_groups`. Returns [..., dim] float32."""
     dim = elements.shape[-1]
     zeros, scales = (x.repeat_interleave(group_size, -1)[..., :dim] for x in (zeros.float(), _scales(codes.float())))
     return (elements.float() + zeros) * scales
@@ -113,13 +113,13 @@ def dequantize_groups(
 def quantize_channels(
     x: torch.Tensor, num_known: torch.Tensor, codes: torch.Tensor, is_continued: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """4 bits with a scale and a zero point for each channel of a block, 6 bits for its first token.
+    """Quantizes blocks to 4 bits (6 for the first token) with a scale and a zero point for each channel of a block.
 
     Args:
         x: [num_blocks, block_size, num_heads, dim] float32: the tokens stored before, dequantized, and the new ones.
-        num_known: [num_blocks] int64, 1 or more: the leading tokens that count; what is behind them has no influence.
-        codes: [num_blocks, num_heads, dim] int8: of the tokens stored before.
-        is_continued: [num_blocks] bool: whether there are any; where not, `codes` has no influence either.
+        num_known: [num_blocks] int64, 1 or more: number of valid tokens; the others are ignored.
+        codes: [num_blocks, num_heads, dim] int8: codes of the tokens stored before.
+        is_continued: [num_blocks] bool: whether tokens were stored before; if not, `codes` is ignored.
 
     Returns:
         elements: as x, uint8 of 0 to 15; quarters: [num_blocks, num_heads, dim] uint8 of 0 to 3, of the first tokens;
@@ -140,7 +140,7 @@ def quantize_channels(
 def dequantize_channels(
     elements: torch.Tensor, quarters: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor
 ) -> torch.Tensor:
-    """The float32 numbers of `quantize_channels`, with any leading dims: [..., block_size, num_heads, dim]."""
+    """Inverse of `quantize_channels`, with any leading dims. Returns [..., block_size, num_heads, dim] float32."""
     numbers = elements.float()
     numbers[..., 0, :, :] += quarters.float() / _SUBSTEPS
     return (numbers + zeros.float().unsqueeze(-3)) * _scales(codes.float()).unsqueeze(-3)
@@ -149,8 +149,8 @@ def dequantize_channels(
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Multiplies rows by an orthonormal Hadamard matrix, which is its own inverse: [..., dim], as float32.
 
-    Outliers of a row are spread over all of it. Where dim is no power of two, the matrix has blocks of the largest one
-    that divides it. By sums and differences of pairs, so that a row's result does not depend on the rows beside it.
+    This spreads outliers of a row over the whole row. If dim is not a power of two, the matrix has blocks of the
+    largest one that divides it. It adds and subtracts pairs, so that a row's result does not depend on other rows.
     """
     dim = x.shape[-1]
     size = dim & -dim
@@ -163,7 +163,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def pack(elements: torch.Tensor, bits: int) -> torch.Tensor:
-    """Several uint8 elements of 2 or 4 bits in a byte, the first lowest: [..., dim] to [..., ceil(dim × bits / 8)]."""
+    """Packs uint8 elements of 2 or 4 bits into bytes, the first lowest: [..., dim] to [..., ceil(dim × bits / 8)]."""
     per_byte = 8 // bits
     padding = elements.new_zeros(*elements.shape[:-1], -elements.shape[-1] % per_byte)
     parts = torch.cat([elements, padding], -1).unflatten(-1, (-1, per_byte)).unbind(-1)
@@ -174,7 +174,7 @@ def pack(elements: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The elements of `pack`: [..., ceil(dim × bits / 8)] to [..., dim]."""
+    """Inverse of `pack`: [..., ceil(dim × bits / 8)] to [..., dim]."""
     parts = [(packed >> (bits * place)) & (2**bits - 1) for place in range(8 // bits)]
     return torch.stack(parts, -1).flatten(-2)[..., :dim]
 
@@ -186,12 +186,12 @@ def _quantize_affine(
     least_codes: torch.Tensor | None = None,
     substeps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Elements, as floats, codes and zeros with one code and zero along `dim`, which is kept.
+    """Returns elements, as floats, codes and zeros, with one code and zero along `dim`, which is kept.
 
     Args:
-        weights: of the squared errors; None weighs all alike.
-        least_codes: float32, below which the range is not said to fit.
-        substeps: parts of a step that elements are rounded to; None: whole steps.
+        weights: of the squared errors; None weighs all equally.
+        least_codes: float32; smallest codes that count as fitting the range.
+        substeps: number of parts of a step to which elements are rounded; None rounds to whole steps.
     """
     x = x.nan_to_num(0.0).clamp(-_MAX_NUMBER, _MAX_NUMBER)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
@@ -215,7 +215,7 @@ def _quantize_affine(
 def _round_affine(
     x: torch.Tensor, low: torch.Tensor, codes: torch.Tensor, substeps: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and zero points, as floats, of x that begins at `low`, with the scales of `codes`."""
+    """Returns elements and zero points, as floats, for x with minimum `low` and the scales of `codes`."""
     scales = _scales(codes)
     zeros = (low / scales).round().clamp(-128, 127)
     if substeps is None:

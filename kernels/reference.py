@@ -1,7 +1,7 @@
-"""The `reference` kernels: plain torch, on any device. Slow beside the others and easy to check by reading.
+"""The `reference` kernels: plain torch, on any device. Slower than the others, but easy to check by reading.
 
-Keys and values of a layer lie token-major, so that the blocks of a row, gathered, are its tokens in order; how, and
-with which scales, says `pagedkv.kernels.reference_storage`. Gathered blocks are dequantized as they are attended over.
+Keys and values of a layer are stored token-major, so that the gathered blocks of a row are its tokens in order. Layout
+and scales are in `pagedkv.kernels.reference_storage`. Gathered blocks are dequantized during attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MAX_SCORES = 2**24
-"""Scores held at once; queries of a long prompt are cut into chunks that stay below."""
+"""Most scores in memory at once. Queries of a long prompt are computed in chunks below this."""
 
 
 class ReferenceKernels:
@@ -67,13 +67,13 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         if not storage.spec.kv_dtype.has_rotated_values:
             return self._attend(q, storage, metadata, options)
-        # A weighted sum of rotated values is the rotated sum of values: one row to rotate back, not all of the context.
+        # A weighted sum of rotated values is the rotated sum of values: rotate one row back, not the whole context.
         return rotate(self._attend(q.float(), storage, metadata, options)).to(q.dtype)
 
     def _attend(
         self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        """Attention over the values as they lie in blocks."""
+        """Attention over the values as stored in blocks (not rotated back)."""
         out = q.new_zeros(q.shape[0], q.shape[1], storage.spec.v_head_dim)
         seq_lens: list[int] = metadata.seq_lens.tolist()
         query_starts: list[int] = metadata.cu_seqlens_q.tolist()
@@ -106,12 +106,12 @@ class ReferenceKernels:
 
 
 def _first_visible(position: int, sliding_window: int | None) -> int:
-    """The first token that the query at `position` sees."""
+    """Returns the first token that the query at `position` sees."""
     return 0 if sliding_window is None else max(0, position - sliding_window + 1)
 
 
 def _group_decodes(seq_lens: Sequence[int], block_size: int, sliding_window: int | None) -> list[list[int]]:
-    """Rows that are padded to one length and computed together: lengths of a group differ by less than a factor of two.
+    """Groups rows that are padded to one length and computed together. Their lengths differ by less than a factor of 2.
 
     Padding rows are in no group.
     """
@@ -144,7 +144,7 @@ def _attend_decodes(
     blocks = metadata.block_table[rows[:, None], columns.minimum(last_blocks[:, None])].long()
     k, v = (numbers.flatten(1, 2) for numbers in load_blocks(storage, blocks))
     k_positions = (first_blocks * block_size)[:, None] + torch.arange(num_blocks * block_size, device=q.device)
-    # Zero weight times NaN is NaN, so what lies past the end is cleared. Keys are masked by their scores.
+    # 0 × NaN is NaN, so clear the values past the end. Keys are masked by their scores.
     v = v.masked_fill((k_positions > q_positions[:, None])[:, :, None, None], 0)
     return _attend_dense(q[:, None], k, v, q_positions[:, None], k_positions, options)[:, 0]
 
@@ -170,7 +170,7 @@ def _attend_prefill(
     outputs = []
     for start in range(0, num_queries, chunk):
         positions = q_positions[start : start + chunk]
-        # Keys that no query of the chunk sees are left out at both ends.
+        # Leave out keys at both ends that no query of the chunk sees.
         low = max(0, _first_visible(first_query + start, options.sliding_window) - first_token)
         keys = slice(low, first_query + start + len(positions) - first_token)
         outputs.append(_attend_chunk(q[start : start + chunk], k[keys], v[keys], positions, k_positions[keys], options))
@@ -193,7 +193,7 @@ def _attend_chunk(
 
 
 def _is_plain(options: AttentionOptions) -> bool:
-    """Whether torch's fused attention has all that is asked for."""
+    """Whether torch's fused attention supports all options."""
     return options.softcap is None and options.sinks is None and options.alibi_slopes is None
 
 

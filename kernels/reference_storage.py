@@ -1,4 +1,4 @@
-"""How blocks of the `reference` kernels lie in memory, written and read for each granularity of scales.
+"""Layout of the `reference` kernels' blocks in memory; writes and reads them for each granularity of scales.
 
 k: [num_blocks, block_size, num_kv_heads, head_dim]        v: with v_head_dim; two elements of 4 bits in a byte
 k_first: [num_blocks, num_kv_heads, head_dim / 4], with scales per channel: four times two bits more, of the first token
@@ -30,11 +30,11 @@ from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, KVDtype, Sc
 
 _BYTE_STORAGE = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _PLACES = {"k": 0, "v": 1}
-"""Of static scales in `KVStorage.static_scales`."""
+"""Index of each side's scales in `KVStorage.static_scales`."""
 
 
 def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
-    """Why blocks of a KV dtype can't be written; empty when they can."""
+    """Returns the reasons why blocks of a KV dtype can't be written; empty if they can."""
     if kv_dtype in KV_DTYPE_OF_TORCH.values():
         return []
     granularities = {kv_dtype.key_scales, kv_dtype.value_scales}
@@ -51,7 +51,7 @@ def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
 
 
 def allocate_blocks(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVStorage:
-    """Zeroed blocks of one layer. Raises torch.OutOfMemoryError."""
+    """Allocates zeroed blocks of one layer. Raises torch.OutOfMemoryError."""
     tensors = {}
     for name, dim, granularity in _sides(spec):
         rows = (num_blocks, spec.block_size, spec.num_kv_heads)
@@ -96,9 +96,9 @@ def store_slots(storage: KVStorage, slots: torch.Tensor, k: torch.Tensor, v: tor
 
 
 def load_blocks(storage: KVStorage, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers in blocks: [...] int64, as k: [..., block_size, num_kv_heads, head_dim] and v, with v_head_dim.
+    """Reads blocks: [...] int64, as k: [..., block_size, num_kv_heads, head_dim] and v, with v_head_dim.
 
-    Float32, but for unquantized KV dtypes, which stay as they are. Values that lie rotated are not rotated back.
+    In float32, except unquantized KV dtypes, which keep theirs. Values stored rotated are not rotated back.
     """
     k, v = (_load_side(storage, blocks, *side) for side in _sides(storage.spec))
     return k, v
@@ -144,7 +144,7 @@ def _load_side(
 
 
 def _store_channels(storage: KVStorage, name: str, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """Quantizes the blocks that new tokens fall into anew, from what they hold and the new tokens."""
+    """Quantizes the blocks of new tokens again, from their stored tokens and the new ones."""
     block_size = storage.spec.block_size
     blocks, places = torch.unique(slots // block_size, return_inverse=True)
     offsets = slots % block_size
@@ -168,12 +168,12 @@ def _write(storage: KVStorage, name: str, slots: torch.Tensor, rows: torch.Tenso
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as their bytes: torch indexes them on some devices only."""
+    """Views 8-bit floats as bytes: torch can index them only on some devices."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _static_scales(storage: KVStorage, name: str) -> torch.Tensor:
-    """[num_kv_heads] float32. Raises ConfigError where the storage brings none."""
+    """Returns static scales, [num_kv_heads] float32. Raises ConfigError if the storage has none."""
     if storage.static_scales is None:
         raise ConfigError(f"the KV dtype {storage.spec.kv_dtype.name} needs static scales, and this layer has none")
     return storage.static_scales[_PLACES[name]]

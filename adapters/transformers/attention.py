@@ -1,10 +1,10 @@
-"""The attention function that transformers calls in every layer, and the way of the step's context to it.
+"""The attention function that transformers calls in every layer; it gets the step's context as an argument.
 
-The context is a keyword argument of the model's forward; transformers hands keywords it does not know down to the
-attention function. So two engines in one process never meet.
+The context is a keyword argument of the model's forward; transformers passes unknown keywords to the attention
+function. So two engines in one process can't affect each other.
 
-No mask function is registered under our name: transformers then builds no mask (and looks for no packed sequences in
-the positions, which would wait for the device at each step); the block tables say who sees whom.
+No mask function is registered under our name. So transformers builds no mask, and does not look for packed sequences in
+the positions, which would wait for the device at each step. The block tables determine which tokens a query sees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ATTENTION_NAME = "pagedkv"
 CONTEXT_KEYWORD = "pagedkv_attention"
 
 _CHANGES_SCORES = ("position_bias", "alibi", "attention_bias")
-"""Keywords that some models pass for scores that are not query × key alone."""
+"""Keywords with which some models change the scores."""
 
 
 def attend_through_context(
@@ -40,16 +40,16 @@ def attend_through_context(
 
     Args:
         query: [1, num_heads, num_tokens, head_dim].
-        key: [1, num_kv_heads, num_tokens, head_dim], of the new tokens alone.
+        key: [1, num_kv_heads, num_tokens, head_dim], of the new tokens only.
         value: [1, num_kv_heads, num_tokens, v_head_dim].
-        attention_mask: None; a model that makes its own mask is refused.
+        attention_mask: must be None; a model that makes its own mask is refused.
         s_aux: [num_heads], the layer's sinks.
 
     Returns:
         [1, num_tokens, num_heads, v_head_dim], and no attention weights.
 
     Raises:
-        UnsupportedError: the layer asks for something that a context can't do.
+        UnsupportedError: the layer uses something that a context does not support.
     """
     context: LayerAttention | None = kwargs.get(CONTEXT_KEYWORD)
     if context is None:
@@ -77,7 +77,7 @@ def _refuse_other_scores(module: torch.nn.Module, mask: torch.Tensor | None, kwa
 
 
 def _token_major(states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, num_tokens, dim] to [num_tokens, heads, dim] with a contiguous last dim; a view nearly always."""
+    """Converts [1, heads, num_tokens, dim] to [num_tokens, heads, dim] with a contiguous last dim; usually a view."""
     rows = states[0].transpose(0, 1)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

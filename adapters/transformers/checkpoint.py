@@ -1,6 +1,6 @@
-"""Opens a checkpoint with transformers: configuration, tokenizer, weights. Never the network, never a progress bar.
+"""Loads a checkpoint with transformers: configuration, tokenizer, weights. Without network and progress bars.
 
-A model is a directory, or a name whose files are in the local Hugging Face cache already.
+A model is a directory, or a name whose files are already in the local Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers.utils import logging as transformers_logging
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
 from pagedkv.plugin.resolved_config import ModelSettings
 
-# transformers leaves these without types
+# transformers has no types for these
 _from_config: Any = AutoModelForCausalLM.from_config
 _logging: Any = transformers_logging
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Holds back progress bars and warnings of transformers, and gives its settings back afterwards."""
+    """Turns off progress bars and warnings of transformers, and restores its settings afterwards."""
     verbosity, had_progress_bar = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
     _logging.set_verbosity_error()
     _logging.disable_progress_bar()
@@ -37,11 +37,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_model_config(settings: ModelSettings) -> Any:
-    """The checkpoint's `config.json` as a transformers configuration.
+    """Loads the checkpoint's `config.json` as a transformers configuration.
 
     Raises:
-        ConfigError: there is no such checkpoint here, or its configuration can't be read.
-        UnsupportedError: this transformers knows no such model, or the model brings its own code.
+        ConfigError: the checkpoint does not exist here, or its configuration can't be read.
+        UnsupportedError: this version of transformers does not know the model, or the model needs its own code.
     """
     directory = Path(settings.path)
     if directory.is_dir() and not (directory / "config.json").is_file():
@@ -51,7 +51,7 @@ def load_model_config(settings: ModelSettings) -> Any:
 
 
 def load_generation_config(settings: ModelSettings) -> GenerationConfig | None:
-    """The checkpoint's `generation_config.json`, or None where it has none."""
+    """Loads the checkpoint's `generation_config.json`; None if it has none."""
     with quiet_transformers():
         try:
             return GenerationConfig.from_pretrained(settings.path, revision=_revision(settings), local_files_only=True)
@@ -60,7 +60,7 @@ def load_generation_config(settings: ModelSettings) -> GenerationConfig | None:
 
 
 def load_pretrained_tokenizer(settings: ModelSettings) -> Any:
-    """Raises ConfigError where the checkpoint brings no tokenizer."""
+    """Loads the tokenizer. Raises ConfigError if the checkpoint has none."""
     with _explained(settings, "tokenizer"), quiet_transformers():
         return AutoTokenizer.from_pretrained(settings.path, **_location(settings))
 
@@ -74,11 +74,11 @@ def load_causal_model(
     attn_implementation: str | None,
     split: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """The model with its weights, in evaluation mode.
+    """Loads the model with its weights, in evaluation mode.
 
     Args:
-        attn_implementation: name of an attention function of transformers; None leaves the choice to it.
-        split: what `plan_split` says, for a shard of the model; its device is then the process's own.
+        attn_implementation: name of an attention function of transformers; None lets it choose.
+        split: arguments from `plan_split`, for a shard of the model; its device is then the process's.
 
     Raises:
         ConfigError: no safetensors weights (and pickled ones are not allowed), or weights that lack parameters.
@@ -101,7 +101,7 @@ def load_causal_model(
         )
     model: torch.nn.Module
     model, report = loaded
-    # transformers initializes what it does not find at random and only warns
+    # transformers initializes missing weights at random and only warns
     faults = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if faults:
         raise ConfigError(
@@ -114,10 +114,10 @@ def load_causal_model(
 def build_meta_model(
     model_config: Any, settings: ModelSettings, attn_implementation: str | None = None
 ) -> torch.nn.Module:
-    """The model's modules on the meta device: shapes without memory.
+    """Builds the model's modules on the meta device: shapes without memory.
 
     Args:
-        attn_implementation: name of an attention function of transformers; None leaves the choice to it.
+        attn_implementation: name of an attention function of transformers; None lets it choose.
 
     Raises:
         UnsupportedError: the configuration does not make a model.
@@ -130,7 +130,7 @@ def build_meta_model(
                 trust_remote_code=settings.trust_remote_code,
                 attn_implementation=attn_implementation,
             )
-    except Exception as error:  # any code of the model's own may run here
+    except Exception as error:  # the model's own code may run here
         raise UnsupportedError(f"{name} can't be built from its config.json: {error}") from error
     return model
 
@@ -168,7 +168,7 @@ def _explained(settings: ModelSettings, part: str) -> Iterator[None]:
 
 @contextmanager
 def _own_attention_named(architecture: str, attn_implementation: str | None) -> Iterator[None]:
-    """An architecture with a table of attention classes of its own looks our function's name up there, in vain."""
+    """Turns the error of an architecture whose table of attention classes lacks our function into UnsupportedError."""
     try:
         yield
     except KeyError as error:

@@ -1,8 +1,8 @@
-"""The contiguous backend: what model servers without a paged cache do, as well as it can be done.
+"""The contiguous backend: the padded cache of model servers without a paged cache, implemented well.
 
-Each request reserves room for `max_total_tokens` from its admission to its end, whatever it will need: the server can't
-know. Requests beyond what fits wait, first come, first served. New requests are prefilled together, left-padded; rows
-that run are decoded together; the two never share a step, and a prompt is never cut.
+Each request reserves slots for `max_total_tokens` from its admission to its end, because the server can't know how many
+it will need. Other requests wait, first come, first served. New requests are prefilled together, left-padded; running
+rows are decoded together. A step is either prefill or decode, and a prompt is never split.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ContiguousBackend:
             self._counters.count_request(request)
 
     def step(self, only: Collection[RequestId] | None = None) -> list[StepOutput]:
-        """Prefills waiting requests if there is room for one, else decodes the running ones together."""
+        """Prefills waiting requests if one can be admitted, else decodes the running ones together."""
         capacity, model = self._require_capacity(), self._require_model()
         ids = self._live_ids() if only is None else self._live_ids().intersection(only)
         batch = self._admit(capacity, model, ids) or self._join_running(ids)
@@ -150,7 +150,9 @@ class ContiguousBackend:
         self._model = self._capacity = None
 
     def _try_decoding(self, model: ContiguousModel, capacity: ContiguousCapacity) -> ContiguousCapacity:
-        """On a GPU the rows that fit by calculation are run; a CPU's memory can't be tried without swapping."""
+        """On a GPU, runs a decode of the computed number of rows and reduces it if memory is not enough.
+
+        A CPU's memory can't be tested without swapping."""
         if model.device.type != "cuda":
             return capacity
         num_rows = find_largest_batch(
@@ -178,7 +180,7 @@ class ContiguousBackend:
     def _admit(
         self, capacity: ContiguousCapacity, model: ContiguousModel, ids: Collection[RequestId]
     ) -> ContiguousBatch | None:
-        """Takes waiting requests, in order, while there is room for their longest answer and for the prefill."""
+        """Admits waiting requests, in order, while their longest answers and the prefill fit."""
         num_free_rows = capacity.max_rows - len(self._running_rows())
         max_prefill_tokens = capacity.limits.max_prefill_tokens
         rows: list[LiveRow] = []
@@ -196,7 +198,7 @@ class ContiguousBackend:
         return ContiguousBatch(rows, model.make_cache(capacity.limits.max_total_tokens), model.device) if rows else None
 
     def _join_running(self, ids: Collection[RequestId]) -> ContiguousBatch | None:
-        """Takes the running rows of some ids out of their batches, as one batch."""
+        """Removes the running rows of some ids from their batches. Returns them as one batch."""
         touched = self._batches_with(ids)
         self._batches = [batch for batch in self._batches if batch not in touched]
         with torch.inference_mode(), self._dropped_on_failure([row for batch in touched for row in batch.rows]):
@@ -206,7 +208,7 @@ class ContiguousBackend:
         return joined
 
     def _keep(self, batch: ContiguousBatch, ids: Collection[RequestId]) -> None:
-        """Puts a batch among the running ones, without the rows that ended."""
+        """Adds a batch to the running ones, without the rows that ended."""
         with torch.inference_mode():
             kept = join_rows([batch], ids)
         if kept is not None:
@@ -215,7 +217,7 @@ class ContiguousBackend:
     def _compute(
         self, model: ContiguousModel, batch: ContiguousBatch
     ) -> tuple[list[SampledToken], dict[RequestId, tuple[float, ...]]]:
-        """Runs the rows' new tokens; the next token of each row, and the prompt's log-probabilities where asked for."""
+        """Runs the rows' new tokens. Returns each row's next token, and prompt log-probabilities if requested."""
         wants_logprobs = [
             (index, row)
             for index, row in enumerate(batch.rows)
@@ -245,7 +247,7 @@ class ContiguousBackend:
 
     @contextmanager
     def _dropped_on_failure(self, rows: Iterable[LiveRow]) -> Iterator[None]:
-        """The rows are in no batch of ours while they run, so that forgetting them is all that a failure needs."""
+        """Removes rows if their step fails. They are in no batch while they run, so nothing else needs to be undone."""
         ids = [row.id for row in rows]
         try:
             yield
@@ -289,7 +291,7 @@ def _describe(config: ResolvedConfig, model: ContiguousModel) -> BackendInfo:
 
 
 def _prompt_logprobs(logits: torch.Tensor, row: LiveRow) -> tuple[float, ...]:
-    """Of a row's left-padded logits, [num_columns, vocab_size]: one a prompt token, the first NaN."""
+    """Log-probabilities of a prompt from left-padded logits, [num_columns, vocab_size]: one a token, the first NaN."""
     next_ids = torch.tensor(row.token_ids[1:], dtype=torch.int64, device=logits.device)
     num_tokens = len(row.token_ids)
     return (math.nan, *prefill_logprobs(logits[-num_tokens:-1], next_ids).tolist())

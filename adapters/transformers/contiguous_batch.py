@@ -1,4 +1,4 @@
-"""Left-padded batches: the rows that run together, and the tensors that a model takes for them."""
+"""Left-padded batches: the rows that run together, and the model's input tensors for them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .contiguous_cache import CacheRows, ReservedCache, gather_rows
 
 @dataclass(slots=True)
 class LiveRow:
-    """A request that the backend has taken."""
+    """A request that the backend has accepted."""
 
     request: Request
     arrival: int
-    """How many were taken before it."""
+    """Number of requests accepted before it."""
     token_ids: list[int]
     """Prompt and generated tokens."""
     sampling: SamplingRow
     num_computed_tokens: int = 0
     admitted_s: float | None = None
-    """When a step first ran it, of time.monotonic."""
+    """When a step first ran it, of `time.monotonic`."""
 
     @classmethod
     def create(cls, request: Request, arrival: int) -> LiveRow:
@@ -48,7 +48,7 @@ class PaddedInput:
     token_ids: torch.Tensor
     """[num_rows, num_new_columns] int64."""
     positions: torch.Tensor
-    """[num_rows, num_new_columns] int64: place of a token in its own row; 0 where there is none."""
+    """[num_rows, num_new_columns] int64: position of a token in its own row; 0 for padding."""
     mask: torch.Tensor
     """[num_rows, num_columns] int64, 0 where a column holds no token of the row; old and new columns."""
 
@@ -62,7 +62,7 @@ class ContiguousBatch:
     device: torch.device = field(repr=False)
 
     def make_input(self) -> PaddedInput:
-        """The tokens of each row that are not computed yet: whole prompts, or one token each."""
+        """Returns the tokens of each row that are not computed yet: whole prompts, or one token each."""
         new_tokens = [row.token_ids[row.num_computed_tokens :] for row in self.rows]
         num_new_columns = max(len(tokens) for tokens in new_tokens)
         padded = [[0] * (num_new_columns - len(tokens)) + tokens for tokens in new_tokens]
@@ -76,20 +76,20 @@ class ContiguousBatch:
         )
 
     def mark_computed(self) -> None:
-        """The model ran over `make_input`; to be called before new tokens are appended."""
+        """Records that the model ran over `make_input`. Call it before new tokens are appended."""
         for row in self.rows:
             row.num_computed_tokens = len(row.token_ids)
 
 
 def join_rows(batches: Sequence[ContiguousBatch], ids: Collection[RequestId]) -> ContiguousBatch | None:
-    """One batch of the rows of some ids, None where there is none. Uses the given batches up."""
+    """Joins the rows of some ids into one batch; None if there are none. The given batches can't be used after that."""
     if len(batches) == 1 and all(row.id in ids for row in batches[0].rows):
         return batches[0]
     return _gather([(batch, _find_rows(batch, ids, is_wanted=True)) for batch in batches], is_last_use=True)
 
 
 def split_rest(batches: Sequence[ContiguousBatch], ids: Collection[RequestId]) -> list[ContiguousBatch]:
-    """Batches of the rows that `join_rows` of the same arguments would leave behind; to be called before it."""
+    """Returns batches of the rows that `join_rows` with the same arguments would leave out. Call it before that."""
     rests = [_gather([(batch, _find_rows(batch, ids, is_wanted=False))], is_last_use=False) for batch in batches]
     return [rest for rest in rests if rest is not None]
 

@@ -1,4 +1,4 @@
-"""Keys and values of a left-padded batch, in room reserved for the longest answer.
+"""Keys and values of a left-padded batch, in memory reserved for the longest answer.
 
 One layer, three rows of which the second has the fewest tokens; columns are aligned at the newest token:
 
@@ -7,8 +7,8 @@ One layer, three rows of which the second has the fewest tokens; columns are ali
     row 1    .  .  .  b0 b1 b2|           reserved, not written yet
     row 2    .  c0 c1 c2 c3 c4|
 
-A step writes its tokens in place at the next columns: no copy of what is there. Rows join or leave by a copy of the
-rows that stay, one layer after the other, so that never more than one layer exists twice.
+A step writes its tokens in place at the next columns, without copying old ones. To add or remove rows, the remaining
+rows are copied one layer after the other, so that at most one layer exists twice.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class ReservedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes [num_rows, num_kv_heads, num_tokens, dim] at the next columns; returns all written ones."""
+        """Writes [num_rows, num_kv_heads, num_tokens, dim] at the next columns; returns all written columns."""
         start = self.get_seq_length()
         self._write(key_states, value_states, start, start + key_states.shape[-2])
         return self.keys, self.values
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._rooms = self.keys = self.values = None
         self.is_initialized = False
 
     def fill(self, parts: Sequence[tuple[ReservedLayer, torch.Tensor]], num_columns: int) -> None:
-        """Takes copies of rows, [num_rows] int64, of other layers, their newest columns aligned and the rest cut or
-        padded on the left."""
+        """Copies rows, [num_rows] int64, of other layers, aligned at their newest columns and cut or padded on the
+        left."""
         padded = [
             [_align_right(states.index_select(0, rows), num_columns) for states in (layer.keys, layer.values)]
             for layer, rows in parts
@@ -84,7 +84,7 @@ def _align_right(states: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 class ReservedCache(Cache):
-    """All layers of a batch: what transformers calls `past_key_values`."""
+    """The cache of all layers of a batch; the `past_key_values` of transformers."""
 
     layers: list[ReservedLayer]
 
@@ -109,11 +109,11 @@ class CacheRows:
     rows: torch.Tensor
     """[num_rows] int64, on the cache's device."""
     is_last_use: bool
-    """Whether nobody needs the cache afterwards, so that its layers are freed while they are copied."""
+    """Whether the cache is not needed afterwards, so that its layers are freed while they are copied."""
 
 
 def gather_rows(parts: Sequence[CacheRows], num_columns: int) -> ReservedCache:
-    """One cache with copies of all the rows, in their order, `num_columns` wide."""
+    """Makes one cache with copies of all the rows, in their order, `num_columns` wide."""
     first = parts[0].cache
     gathered = ReservedCache(len(first.layers), first.max_columns)
     for index, layer in enumerate(gathered.layers):

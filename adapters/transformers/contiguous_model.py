@@ -18,7 +18,7 @@ from .description import describe_checkpoint
 
 
 class ContiguousModel:
-    """Weights, and transformers' own attention: sdpa, or eager where the architecture needs it."""
+    """Runs a model with transformers' own attention: sdpa, or eager if the architecture needs it."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self._model = model
@@ -33,7 +33,7 @@ class ContiguousModel:
 
     @classmethod
     def load(cls, config: ResolvedConfig) -> ContiguousModel:
-        """Raises ConfigError and UnsupportedError as the model adapter does."""
+        """Loads the model. Raises ConfigError and UnsupportedError, like the model adapter."""
         spec = describe_checkpoint(config.model).with_dtype(config.dtype)
         model_config = load_model_config(config.model)
         model = load_causal_model(
@@ -69,7 +69,7 @@ class ContiguousModel:
         return logits if needs_all_logits else logits[:, -1]
 
     def _measure_bytes_per_token(self) -> int:
-        """KV bytes of one token in all layers, from a forward of one token."""
+        """Measures the KV bytes of one token in all layers with a forward of one token."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         cache = self.make_cache(max_columns=1)
         self.forward(PaddedInput(token, token, torch.ones_like(token)), cache)

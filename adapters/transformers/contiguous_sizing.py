@@ -1,4 +1,4 @@
-"""How many tokens a contiguous cache holds: memory budget and machine in, capacity out."""
+"""Computes how many tokens a contiguous cache holds, from the memory budget and the machine."""
 
 from __future__ import annotations
 

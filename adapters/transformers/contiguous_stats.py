@@ -1,4 +1,4 @@
-"""What the contiguous backend counts, and how its bookkeeping is checked."""
+"""Statistics of the contiguous backend, and the check of its bookkeeping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_stats(
     num_waiting: int,
     bytes_per_token: int,
 ) -> BackendStats:
-    """A running request holds room for `max_total_tokens`; a block is one slot of it."""
+    """Makes the statistics. A running request holds `max_total_tokens` slots, and a block is one slot."""
     num_total = capacity.num_tokens if capacity else 0
     num_reserved = len(running) * capacity.limits.max_total_tokens if capacity else 0
     num_used = sum(row.num_computed_tokens for row in running)
@@ -56,7 +56,7 @@ def check_rows(
     batches: Sequence[ContiguousBatch],
     bytes_per_token: int,
 ) -> None:
-    """Recomputes from rows and tensors. Raises IntegrityError where they disagree."""
+    """Recomputes the bookkeeping from rows and tensors. Raises IntegrityError if they disagree."""
     ids = [row.id for batch in batches for row in batch.rows]
     _require(len(set(ids)) == len(ids), "a request runs twice")
     _require(not set(waiting).intersection(ids), "a request waits and runs at once")

@@ -1,4 +1,4 @@
-"""The largest steps of a contiguous cache, run once before anyone is served."""
+"""Runs the largest steps of a contiguous cache once, before requests are served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .contiguous_cache import CacheRows, gather_rows
 from .contiguous_model import ContiguousModel
 
 _HOST_STEP_TOKENS = 64
-"""On a CPU the system backs activations from the memory that the budget leaves: a small step readies the kernels."""
+"""Tokens of the step on a CPU. There activations use the memory that the budget leaves; a small step is enough."""
 
 
 def measure_prefill(
@@ -25,7 +25,7 @@ def measure_prefill(
     """Runs the largest prefill, with log-probabilities of every prompt token.
 
     Returns:
-        Peak bytes beside the weights on a GPU, the prompts' keys and values included; 0 on a CPU.
+        Peak bytes in addition to the weights on a GPU, including the prompts' keys and values; 0 on a CPU.
     """
     is_host = model.device.type != "cuda"
     num_tokens = max(max_prefill_tokens, max_input_tokens)
@@ -43,10 +43,10 @@ def measure_prefill(
 
 
 def find_largest_batch(try_batch: Callable[[int], None], max_rows: int) -> int:
-    """As many rows, up to `max_rows`, as `try_batch` runs without running out of memory.
+    """Finds the largest number of rows, up to `max_rows`, for which `try_batch` does not run out of memory.
 
     Raises:
-        CapacityError: not even one.
+        CapacityError: not even one row fits.
     """
     num_rows = max_rows
     while num_rows and not _fits(try_batch, num_rows):
@@ -70,7 +70,7 @@ def _fits(try_batch: Callable[[int], None], num_rows: int) -> bool:
 
 @torch.inference_mode()
 def run_full_decode(model: ContiguousModel, sampler: Sampler, num_rows: int, max_total_tokens: int) -> None:
-    """Regroups and decodes rows of which each has its last token to go: the most memory that a decode can take."""
+    """Regroups and decodes rows that each have one token left, which needs the most memory of all decodes."""
     batch = _make_batch(model, num_rows, [0] * max_total_tokens, max_columns=max_total_tokens)
     for layer, spec in zip(batch.cache.layers, model.spec.layers, strict=True):
         shape = (num_rows, spec.num_kv_heads, max_total_tokens - 1)

@@ -1,4 +1,4 @@
-"""Attention over a handful of tokens without any cache, to compare two ways of running a model."""
+"""Attention over a few tokens without a cache, to compare two ways of running a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pagedkv.plugin.attention_metadata import AttentionOptions
 
 @dataclass(slots=True)
 class DenseAttention:
-    """Takes the place of an AttentionContext for one sequence of tokens; notes each layer's options."""
+    """Replaces an AttentionContext for one sequence of tokens. Records each layer's options."""
 
     options: dict[int, AttentionOptions] = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """As `AttentionContext.attend`, in float32, each token seeing those before it and itself."""
+        """Like `AttentionContext.attend`, with causal attention in float32."""
         self.options[layer] = options
         group = q.shape[1] // k.shape[1]
         keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""What a model is, told from its configuration alone."""
+"""Describes a model from its configuration, without weights."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _QK_NORM = re.compile(r"\.(q|query|k|key)_?(layer)?norm\w*$")
 
 
 def describe_checkpoint(settings: ModelSettings) -> ModelSpec:
-    """Reads config.json and generation_config.json; the model is built on the meta device to count its parameters.
+    """Reads config.json and generation_config.json, and builds the model on the meta device to count its parameters.
 
     Raises:
-        ConfigError: there is no such checkpoint.
-        UnsupportedError: no decoder-only language model, or layers that are not causal attention.
+        ConfigError: the checkpoint does not exist.
+        UnsupportedError: it is not a decoder-only language model, or has layers that are not causal attention.
     """
     config = load_model_config(settings)
     refuse_other_architectures(config)
@@ -78,7 +78,7 @@ def _served() -> str:
 
 
 def describe_layers(config: Any, layers_with_sinks: Collection[int] = ()) -> tuple[AttentionSpec, ...]:
-    """As the configuration tells; the probe at load corrects what only the modules know."""
+    """Describes the layers from the configuration. The probe at load corrects what only the modules determine."""
     num_heads = config.num_attention_heads
     is_latent = getattr(config, "kv_lora_rank", None) is not None
     # transformers runs latent attention (DeepSeek-V2, 2024) with its keys and values expanded to every head
@@ -102,7 +102,7 @@ def describe_layers(config: Any, layers_with_sinks: Collection[int] = ()) -> tup
 
 
 def _windows(config: Any) -> list[int | None]:
-    """Each layer's sliding window."""
+    """Returns each layer's sliding window."""
     window = getattr(config, "sliding_window", None) or None
     types = getattr(config, "layer_types", None) or (
         ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers

@@ -1,7 +1,7 @@
-"""Recognizes a Llama-shaped model by its modules and hands it to decoder kernels.
+"""Recognizes a Llama-shaped model by its modules and passes it to decoder kernels.
 
-No table of names: modules are read as Llama's are called, parameters that are not understood refuse the model, and the
-fused decoder is believed only after its logits of a few tokens are those of the modules.
+There is no table of model names. Modules must have the names of Llama's; a model with unknown parameters is refused;
+and the fused decoder is used only if its logits of a few tokens equal those of the modules.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 _MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.02}
-"""Of the logits, relative to their root mean square: several times what rounding makes of a right model."""
+"""Largest error of the logits relative to their root mean square: several times the rounding error of a right model."""
 _NUM_CHECKED_TOKENS = 12
 
 
 class NotLlamaShapedError(Exception):
-    """The text says what is different."""
+    """A model does not have Llama's shape; the message says what is different."""
 
 
 class DecoderMismatchError(Exception):
-    """A decoder computes something else than the modules whose weights it took."""
+    """A decoder's logits differ from those of the modules whose weights it has."""
 
 
 def build_fused_decoder(model: Any, spec: ModelSpec, kernels: DecoderKernels) -> Decoder | None:
@@ -59,10 +59,10 @@ def build_fused_decoder(model: Any, spec: ModelSpec, kernels: DecoderKernels) ->
         model: a causal language model of transformers. Its layers are empty afterwards, unless None is returned.
 
     Returns:
-        None, with a log line that says why, where the model must run as its modules do.
+        None, with the reason in the log, if the model must run through its modules.
 
     Raises:
-        DecoderMismatchError: the decoder computes something else; the model's layers are empty by now.
+        DecoderMismatchError: the decoder's logits differ; the model's layers are empty by then.
     """
     try:
         shape = read_shape(model, spec)
@@ -83,7 +83,7 @@ def build_fused_decoder(model: Any, spec: ModelSpec, kernels: DecoderKernels) ->
 
 
 def read_shape(model: Any, spec: ModelSpec) -> DecoderShape:
-    """Raises NotLlamaShapedError."""
+    """Reads a model's shape. Raises NotLlamaShapedError."""
     config = model.config
     layers = _find(_find(model, "model"), "layers")
     attention = spec.layers[0]
@@ -113,7 +113,7 @@ def read_shape(model: Any, spec: ModelSpec) -> DecoderShape:
 
 
 def count_table_bytes(model: Any, spec: ModelSpec) -> int:
-    """Bytes of the tables that decoder kernels keep beside the weights; 0 where the model is not of the shape.
+    """Bytes of the tables that decoder kernels keep in addition to the weights; 0 if the model is not Llama-shaped.
 
     Args:
         model: may be on the meta device.
@@ -131,7 +131,7 @@ def count_table_bytes(model: Any, spec: ModelSpec) -> int:
 def read_weights(
     model: Any, shape: DecoderShape, spec: ModelSpec, options: Mapping[int, AttentionOptions]
 ) -> DecoderWeights:
-    """The weights as decoder kernels take them. A layer's modules are emptied once it was taken."""
+    """Reads the weights in the form of decoder kernels. A layer's modules are emptied after it was read."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings()
     is_tied = head.weight.data_ptr() == embedding.data_ptr() and head.bias is None
@@ -208,7 +208,7 @@ def _projection(linear: Any) -> Projection:
 
 
 def _joined(module: Any, joined: str, parts: tuple[str, ...]) -> Projection:
-    """One projection, whether the model keeps it so or in parts."""
+    """Returns one joined projection, whether the model has it joined or in parts."""
     if hasattr(module, joined):
         return _projection(getattr(module, joined))
     linears = [_projection(_find(module, part)) for part in parts]
@@ -223,7 +223,7 @@ def _optional_norm(attention: Any, name: str, shape: DecoderShape) -> torch.Tens
 
 
 def _norm_weight(norm: Any, size: int, eps: float) -> torch.Tensor:
-    """[size] float32: what the module multiplies by, whether it adds 1 to its weights or not."""
+    """Returns the factors of a norm, [size] float32, whether the module adds 1 to its weights or not."""
     if tuple(norm.weight.shape) != (size,):
         raise NotLlamaShapedError(f"a norm has {tuple(norm.weight.shape)} weights, not {size}")
     ones = torch.ones(size, device=norm.weight.device)
@@ -238,7 +238,7 @@ def _embedding_scale(model: Any) -> float:
 
 
 def _rotary(model: Any, layer: Any, spec: ModelSpec, known: dict[str, Rotary]) -> Rotary | None:
-    """The tables of a layer's kind, made once a kind by the model's own module, in float32."""
+    """Returns the tables of a layer's kind in float32, made once for each kind by the model's own module."""
     if not getattr(layer.self_attn, "use_rope", True):
         return None
     kinds = getattr(model.config, "layer_types", None) or []
@@ -250,14 +250,14 @@ def _rotary(model: Any, layer: Any, spec: ModelSpec, known: dict[str, Rotary]) -
         device = model.get_input_embeddings().weight.device
         positions = torch.arange(spec.max_position_tokens, device=device)[None]
         tables = module(torch.empty(0, dtype=torch.float32, device=device), positions, *((kind,) if kind else ()))
-        # Each angle stands in the first and in the second half.
+        # Each angle is in both halves.
         cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in tables)
         known[kind] = Rotary(cos, sin)
     return known[kind]
 
 
 def _checked_batch(model: Any, spec: ModelSpec) -> ModelInput:
-    """Tokens far apart in the vocabulary, at positions far apart."""
+    """Makes a batch of tokens far apart in the vocabulary, at positions far apart."""
     device = model.get_input_embeddings().weight.device
     places = torch.arange(_NUM_CHECKED_TOKENS, device=device)
     last = min(spec.max_position_tokens - 1, 2**14)

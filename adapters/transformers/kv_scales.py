@@ -1,4 +1,4 @@
-"""Scales of keys and values that a quantized checkpoint brings beside its weights."""
+"""Reads the scales of keys and values that a quantized checkpoint contains."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pagedkv.plugin.kv_scales import key_scale_name, value_scale_name
 from pagedkv.plugin.resolved_config import ModelSettings
 
 _NAMES = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
-"""As `model.layers.3.self_attn.k_scale`, of compressed-tensors and of others."""
+"""Names of scales such as `model.layers.3.self_attn.k_scale`, of compressed-tensors and others."""
 _SCALE_NAMES = {"k": key_scale_name, "v": value_scale_name}
 _KV_DTYPES: dict[tuple[Any, Any], str] = {("float", 8): "fp8_e4m3", ("int", 8): "int8"}
-"""Of compressed-tensors' type and number of bits."""
+"""KV dtypes by compressed-tensors' type and number of bits."""
 
 
 def describe_kv_scales(settings: ModelSettings, config: Any) -> str | None:
-    """Name of the KV dtype for which the checkpoint brings scales; None where it brings none, or for another one.
+    """Returns the name of the KV dtype of the checkpoint's scales; None if it has none, or for an unknown dtype.
 
-    compressed-tensors' `kv_cache_scheme` says the dtype; scales without it are for 8-bit floats, as is the custom.
+    compressed-tensors' `kv_cache_scheme` names the dtype. Scales without it are for 8-bit floats, as is usual.
     """
     if not any(True for _ in _find_scales(settings)):
         return None
@@ -33,7 +33,7 @@ def describe_kv_scales(settings: ModelSettings, config: Any) -> str | None:
 
 
 def load_checkpoint_scales(settings: ModelSettings) -> dict[str, torch.Tensor]:
-    """The scales, named as `pagedkv.plugin.kv_scales` says; empty where there are none."""
+    """Loads the scales, with the names of `pagedkv.plugin.kv_scales`; empty if there are none."""
     scales = {}
     for file, name, renamed in _find_scales(settings):
         with safe_open(file, framework="pt") as weights:
@@ -50,7 +50,7 @@ def _kv_cache_scheme(config: Any) -> dict[str, Any] | None:
 
 
 def _find_scales(settings: ModelSettings) -> Iterator[tuple[Path, str, str]]:
-    """The file of each scale, its name there and ours."""
+    """Yields the file of each scale, its name there, and our name."""
     for file in _weight_files(settings):
         with safe_open(file, framework="pt") as weights:
             names = list(weights.keys())

@@ -30,7 +30,7 @@ from .tokenizer import TransformersTokenizer
 logger = logging.getLogger(__name__)
 
 OFF = "off"
-"""In `model.decoder`: every model runs as its modules do."""
+"""Value of `model.decoder` with which every model runs through its modules."""
 
 
 class TransformersModel:
@@ -45,7 +45,7 @@ class TransformersModel:
         kv_scales: Mapping[str, torch.Tensor] | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        """Runs `decoder` where there is one, else `model`."""
+        """Makes an adapter that runs `decoder` if there is one, else `model`."""
         self._model = model
         self._decoder = decoder
         self._kv_scales = kv_scales or {}
@@ -57,19 +57,20 @@ class TransformersModel:
 
     @classmethod
     def load_tokenizer(cls, settings: ModelSettings) -> TransformersTokenizer:
-        """Raises ConfigError where the checkpoint brings no tokenizer."""
+        """Loads the tokenizer. Raises ConfigError if the checkpoint has none."""
         return TransformersTokenizer.load(settings)
 
     @classmethod
     @torch.inference_mode()
     def load(cls, config: ResolvedConfig, device: torch.device) -> TransformersModel:
-        """Loads the weights, this shard's part of them where the process has joined a group, and runs three tokens to
-        see that every layer calls the context.
+        """Loads the weights, and runs three tokens to check that every layer calls the context.
+
+        If the process has joined a group, loads only this shard's part.
 
         Raises:
             ConfigError: weights are missing, or pickled and not allowed.
-            UnsupportedError: a layer does not go through the attention interface, or the model can't be split over
-                this many shards; the text says why.
+            UnsupportedError: a layer does not use the attention interface, or the model can't be split over this many
+                shards; the message says why.
         """
         spec = describe_checkpoint(config.model).with_dtype(config.dtype)
         group = joined_group()
@@ -109,7 +110,7 @@ class TransformersModel:
         return cls(model, part, load_checkpoint_scales(config.model))
 
     def kv_scales(self) -> Mapping[str, torch.Tensor]:
-        """Scales of keys and values that the checkpoint brings, named as `pagedkv.plugin.kv_scales` says."""
+        """Returns the checkpoint's scales of keys and values, with the names of `pagedkv.plugin.kv_scales`."""
         return self._kv_scales
 
     @torch.inference_mode()

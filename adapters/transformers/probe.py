@@ -1,4 +1,4 @@
-"""A tiny forward that finds out, before anyone is served, how a model's layers really call the attention."""
+"""Runs a tiny forward at load to find out how a model's layers call the attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_PROBE_TOKENS = 3
 
 @dataclass(slots=True)
 class AttentionRecorder:
-    """Takes the place of an AttentionContext and notes who called it how; the attention's result is zero."""
+    """Replaces an AttentionContext and records the calls. Returns zeros."""
 
     calls: list[tuple[int, AttentionSpec]] = field(default_factory=list)
 
@@ -44,10 +44,10 @@ def probe_layers(model: torch.nn.Module, spec: ModelSpec) -> ModelSpec:
     """Runs three tokens through the model.
 
     Returns:
-        The spec with its layers as they called: heads, dims, windows, soft caps and sinks.
+        The spec with its layers' heads, dims, windows, soft caps and sinks as in the calls.
 
     Raises:
-        UnsupportedError: a layer did not call exactly once with its own index, or called in a way that is not served.
+        UnsupportedError: a layer did not call exactly once with its own index, or used something unsupported.
     """
     recorder = AttentionRecorder()
     device = next(model.parameters()).device

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def find_fixed_positions(model_config: Any) -> int | None:
-    """Up to how many positions the rotary frequencies stay as they are; None where they always do.
+    """Returns the number of positions up to which the rotary frequencies are fixed; None if they always are.
 
-    transformers' `longrope` and `dynamic` switch the frequencies of a whole batch by its largest position. Beyond this
-    point a sequence's keys would depend on its neighbours, and those in a cache would be wrong.
+    transformers' `longrope` and `dynamic` change the frequencies of a whole batch by its largest position. Beyond this
+    limit a sequence's keys would depend on other sequences, and cached keys would be wrong.
     """
     fixed = [
         parameters.get("original_max_position_embeddings") or model_config.max_position_embeddings

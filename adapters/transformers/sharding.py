@@ -1,7 +1,7 @@
 """Splits a model over the shards of a group, by transformers' own tensor-parallel plan (Shoeybi et al., "Megatron-LM",
 2019: projections into the heads by columns, the one out of them by rows).
 
-Query heads are dealt out evenly. So are KV heads; where there are fewer of them than shards, each shard keeps the one
+Query heads are divided evenly, and so are KV heads. If there are fewer KV heads than shards, each shard keeps the one
 that its query heads read, and several shards keep the same one.
 """
 
@@ -27,7 +27,7 @@ _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
 def plan_split(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -> dict[str, Any]:
-    """How `from_pretrained` is told to split a model.
+    """Returns the arguments with which `from_pretrained` splits a model.
 
     Args:
         spec: of the whole model.
@@ -37,8 +37,8 @@ def plan_split(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -> di
         Keyword arguments.
 
     Raises:
-        UnsupportedError: transformers has no plan for the architecture, or heads don't divide; the text says by how
-            many shards it can be served.
+        UnsupportedError: transformers has no plan for the architecture, or heads can't be divided; the message says
+            over how many shards it can be split.
     """
     plan = _plan_of(modules)
     if not plan:
@@ -63,7 +63,7 @@ def has_shared_heads(spec: ModelSpec, num_shards: int) -> bool:
 
 
 def describe_shard(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -> ModelSpec:
-    """One shard's part of a model, as transformers' plan splits it; its attention stays whole where the plan says so.
+    """Returns one shard's part of a model by transformers' plan. Attention stays whole if the plan does not split it.
 
     Args:
         spec: of the whole model.
@@ -88,11 +88,11 @@ def describe_shard(spec: ModelSpec, modules: torch.nn.Module, num_shards: int) -
 
 
 def count_shard_parameters(modules: torch.nn.Module, num_shards: int, num_kv_heads: int) -> dict[str, int]:
-    """Elements of each parameter of a model that the first shard holds, which has the most where they don't divide.
+    """Counts the elements of each parameter on the first shard, which has the most if they don't divide evenly.
 
     Args:
         modules: of the whole model; they need no memory.
-        num_kv_heads: of the whole model; fewer than shards, several shards keep the same one.
+        num_kv_heads: of the whole model. If there are fewer than shards, several shards keep the same head.
     """
     plan = _plan_of(modules)
     counts = {}
@@ -110,7 +110,7 @@ def count_shard_parameters(modules: torch.nn.Module, num_shards: int, num_kv_hea
 
 
 def _split_dim(style: str, num_dims: int) -> int | None:
-    """Weights are [out, in], those of experts [experts, out, in], of embeddings [rows, columns]."""
+    """Returns the dim that a plan splits, of weights [out, in], experts [experts, out, in], embeddings [rows, cols]."""
     if style.startswith("embedding"):
         return 0 if "rowwise" in style else 1
     if "colwise" in style:
@@ -123,7 +123,7 @@ def _plan_of(modules: torch.nn.Module) -> dict[str, str]:
 
 
 def keep_shared_head(model: torch.nn.Module, spec: ModelSpec, shard: ShardInfo) -> None:
-    """Cuts key and value projections, which were loaded whole, down to the head that this shard's query heads read."""
+    """Reduces key and value projections, which were loaded whole, to the head that this shard's query heads read."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] not in _KV_PROJECTIONS or not isinstance(module, torch.nn.Linear):
             continue
@@ -138,8 +138,8 @@ def keep_shared_head(model: torch.nn.Module, spec: ModelSpec, shard: ShardInfo) 
 def check_split(whole: ModelSpec, part: ModelSpec, num_shards: int) -> None:
     """Compares a shard's layers, as they called the attention, with the whole model's.
 
-    A plan may leave attention whole on every shard (fused projections of Phi-3): that is served, at the memory of a
-    whole cache on each, and the log says so.
+    A plan may leave attention whole on every shard (fused projections of Phi-3). This works, but every shard needs the
+    memory of a whole cache; the log says so.
 
     Raises:
         UnsupportedError: the heads of a layer are neither this shard's part nor the whole.

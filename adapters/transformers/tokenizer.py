@@ -15,11 +15,11 @@ from .checkpoint import load_pretrained_tokenizer
 
 
 class TransformersTokenizer:
-    """Text to ids and back, exactly: what decodes was not cleaned up."""
+    """Converts text to ids and back, exactly: decoding does not clean up spaces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # transformers lists named special tokens only, yet decode skips every added token that is marked special
+        # transformers lists only named special tokens, but decode skips every added token that is marked special
         marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.all_special_ids: Collection[int] = frozenset(marked.union(tokenizer.all_special_ids))
         self._decode = _find_decoder(tokenizer)
@@ -29,14 +29,14 @@ class TransformersTokenizer:
         return cls(load_pretrained_tokenizer(settings))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # verbose=False: the warning about a model's length is the backend's to give, as an error
+        # verbose=False: the backend raises an error for long prompts, so no warning is needed
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._decode(list(token_ids), skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for messages of `role` and `content`, ending where the assistant's answer begins.
+        """Renders the prompt for messages of `role` and `content`, up to where the assistant's answer begins.
 
         Raises:
             RequestError: the model has no chat template, or its template refuses the messages.
@@ -54,10 +54,10 @@ class TransformersTokenizer:
 
 
 def _find_decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """What the tokenizer's own `decode` comes to without a clean-up of spaces.
+    """Returns a function that decodes like the tokenizer's `decode` without a clean-up of spaces.
 
-    At every token of a stream, it spends most of its time on arguments that are never used here; where it only hands on
-    to the tokenizers library, that is called directly.
+    `decode` spends most of its time on arguments that are not used here. If it only calls the tokenizers library, that
+    is called directly, because a stream decodes at every token.
     """
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)

@@ -1,7 +1,7 @@
-"""Compiles the C sources on first use with the system's compiler, for this very CPU, and keeps the result.
+"""Compiles the C sources on first use with the system's compiler, for this CPU, and caches the result.
 
-The library is linked against the OpenMP runtime that torch has loaded, so that both run on the same threads: a second
-pool would fight torch's, which still spins when an attention call begins.
+The library is linked against the OpenMP runtime that torch has loaded, so that both use the same threads. A second
+thread pool would compete with torch's, whose threads still spin when an attention call begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagedkv.plugin.errors import PagedKVError
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 SOURCES = {"attention": SOURCE_DIR, "decoder": SOURCE_DIR / "decoder"}
-"""Folders whose C files make a library; all may include headers of `SOURCE_DIR`."""
+"""Folders of the C files of each library. All may include headers of `SOURCE_DIR`."""
 OPTIMIZATION_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math")
 LIBRARY_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fopenmp")
 
@@ -34,24 +34,24 @@ _TIMEOUT_S = 300
 
 
 class CompilerError(PagedKVError):
-    """There is no library for this machine; the text says why."""
+    """The library can't be compiled on this machine; the message says why."""
 
 
 def native_flags() -> tuple[str, ...]:
-    """Flags that allow every instruction of this CPU."""
+    """Compiler flags that allow all instructions of this CPU."""
     return ("-march=native",) if platform.machine() in ("x86_64", "AMD64", "i686") else ("-mcpu=native",)
 
 
 @cache
 def load_library(extra_flags: tuple[str, ...] = (), name: str = "attention") -> ctypes.CDLL:
-    """The compiled kernels, from the cache where they were compiled before.
+    """Returns the compiled library, from the cache if it was compiled before.
 
     Args:
         extra_flags: for the compiler, after the native ones.
         name: one of `SOURCES`.
 
     Raises:
-        CompilerError: no compiler, or it failed.
+        CompilerError: there is no compiler, or it failed.
     """
     if not sys.platform.startswith("linux"):
         raise CompilerError(f"the C kernels are for Linux, not {sys.platform}")
@@ -68,19 +68,19 @@ def load_library(extra_flags: tuple[str, ...] = (), name: str = "attention") -> 
 
 
 def compile_object(source: Path, target: Path, flags: Sequence[str]) -> None:
-    """Compiles one C file. Raises CompilerError with the compiler's words where it fails."""
+    """Compiles one C file. Raises CompilerError, with the compiler's output, if it fails."""
     _run([_find_compiler(), *flags, "-c", str(source), "-o", str(target)])
 
 
 def _build(sources: Path, compiler: str, flags: Sequence[str], openmp: Path | None, path: Path) -> None:
-    """Compiles and links next to `path`, then renames: another process never sees half a library."""
+    """Compiles and links next to `path`, then renames, so that another process never sees an incomplete library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as build_dir:
         objects = []
         for source in sorted(sources.glob("*.c")):
             objects.append(Path(build_dir) / f"{source.stem}.o")
             compile_object(source, objects[-1], flags)
         library = Path(build_dir) / path.name
-        # Naming the runtime's file instead of passing -fopenmp makes the loader take the one that torch has loaded.
+        # With the runtime's file name instead of -fopenmp, the loader uses the runtime that torch has loaded.
         runtime = [str(openmp)] if openmp else ["-fopenmp"]
         _run([compiler, "-shared", *map(str, objects), *runtime, "-lm", "-o", str(library)])
         os.replace(library, path)
@@ -106,7 +106,7 @@ def _find_compiler() -> str:
 
 
 def _find_openmp() -> Path | None:
-    """The OpenMP runtime in this process, where torch has brought one."""
+    """Returns the OpenMP runtime that torch has loaded in this process, or None."""
     torch.get_num_threads()
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
@@ -116,7 +116,7 @@ def _find_openmp() -> Path | None:
 
 
 def _fingerprint(compiler: str, flags: Sequence[str], openmp: Path | None) -> str:
-    """Names a library by all that it is made of: sources, compiler, flags, CPU, runtime."""
+    """Hashes everything that a library depends on: sources, compiler, flags, CPU, runtime."""
     digest = hashlib.sha256()
     for source in sorted(SOURCE_DIR.rglob("*")):
         if source.suffix in (".c", ".h"):
@@ -128,14 +128,14 @@ def _fingerprint(compiler: str, flags: Sequence[str], openmp: Path | None) -> st
 
 
 def _cpu_description() -> str:
-    """Model and instruction sets of the CPU, as Linux tells them."""
+    """Model and instruction sets of the CPU, from Linux."""
     keys = ("model name", "flags", "CPU part", "Features")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
 def _cache_dir() -> Path:
-    """The user's cache directory, or one for this process alone where that can't be written."""
+    """The user's cache directory, or one for this process only if that is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(base) / "pagedkv" / "kernels"
     try:

@@ -1,8 +1,8 @@
-"""The `cpu` decoder kernels: all between two attentions in one C call, over weights laid out once.
+"""The `cpu` decoder kernels: one C call computes everything between two attentions, over weights packed once.
 
-A Llama-shaped step is some hundred small operations a layer; one by one, calls and passes over memory cost more than
-the arithmetic of a few rows. Weights lie in panels of columns as the products read them, so that a product of one row
-runs at the memory's speed and one of many near the processor's own; the residual stays in float32 throughout.
+A Llama-shaped step is some hundred small operations a layer. Run one by one, calls and passes over memory take longer
+than the arithmetic of a few rows. Weights are packed in panels of columns, in the order in which products read them: a
+product of one row runs at the memory's speed, one of many rows near the processor's. The residual stays in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CpuDecoderKernels:
     name = "cpu"
 
     def __init__(self, device: torch.device, compiler_flags: tuple[str, ...] = ()) -> None:
-        """`compiler_flags` come after the native ones: tests build for other instruction sets."""
+        """Makes the kernels. `compiler_flags` are added to the native ones: tests build for other instruction sets."""
         self._device = device
         self._compiler_flags = compiler_flags
 
@@ -43,7 +43,7 @@ class CpuDecoderKernels:
         return cls(device)
 
     def unsupported_reasons(self, shape: DecoderShape, dtype: torch.dtype) -> list[str]:
-        """Why not. Whether the library can be compiled is asked last: the first time, this takes seconds."""
+        """See `DecoderKernels`. Compiles the library last: the first time this takes seconds."""
         reasons = []
         if self._device.type != "cpu":
             reasons.append(f"it needs a CPU, the device is {self._device.type}")
@@ -68,12 +68,12 @@ class CpuDecoderKernels:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Memory that a step works in, kept from step to step."""
+    """Scratch memory of a step, kept between steps."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def take(self, name: str, num_bytes: int) -> int:
-        """The address of at least so many bytes."""
+        """Returns the address of a buffer of at least `num_bytes` bytes."""
         tensor = self.tensors.get(name)
         if tensor is None or tensor.numel() < num_bytes:
             tensor = self.tensors[name] = torch.empty(num_bytes, dtype=torch.uint8)
@@ -81,7 +81,7 @@ class _Buffers:
 
 
 class CpuDecoder:
-    """A model's packed weights, and how to run it. One caller at a time."""
+    """Runs a model with packed weights. One caller at a time."""
 
     def __init__(self, weights: DecoderWeights, library: DecoderLibrary) -> None:
         self._library = library

@@ -1,4 +1,4 @@
-"""The C functions of csrc/decoder as Python calls them: structures as in decoder.c."""
+"""Python bindings (ctypes) of the C functions in csrc/decoder; structures are those of decoder.c."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LinearArgs(ctypes.Structure):
     depth: int
 
     def num_columns(self, panel: int) -> int:
-        """With those that fill up the last panel."""
+        """Number of columns, including the padding of the last panel."""
         return self.num_panels * panel
 
 
@@ -84,7 +84,7 @@ class StepArgs(ctypes.Structure):
 
 
 class DecoderLibrary:
-    """Calls a compiled library."""
+    """Calls the functions of a compiled library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         panel = library.pagedkv_decoder_panel
@@ -103,18 +103,18 @@ class DecoderLibrary:
             function.restype = None
 
     def scratch_bytes(self, model: ModelArgs, num_rows: int, num_threads: int) -> int:
-        """Of a step over so many rows."""
+        """Bytes of scratch memory for a step over `num_rows` rows."""
         num_bytes: int = self._scratch_bytes(model, num_rows, num_threads)
         return num_bytes
 
     def begin(self, model: ModelArgs, step: StepArgs, first: LayerArgs) -> None:
-        """Embeds the tokens, and goes up to the first attention."""
+        """Embeds the tokens and computes everything before the first attention."""
         self._begin(model, step, first)
 
     def layer(self, model: ModelArgs, step: StepArgs, layer: LayerArgs, following: LayerArgs) -> None:
-        """From the attention of one layer to that of the next."""
+        """Computes everything between one layer's attention and the next one's."""
         self._layer(model, step, layer, following)
 
     def finish(self, model: ModelArgs, step: StepArgs, last: LayerArgs) -> None:
-        """From the last attention to the logits."""
+        """Computes everything from the last attention to the logits."""
         self._finish(model, step, last)

@@ -1,4 +1,4 @@
-"""The C functions as Python calls them: structures as in csrc/*.c, filled from tensors."""
+"""Python bindings (ctypes) of the attention library; fills the structures of csrc/*.c from tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPE_CODES = {
     torch.float8_e5m2: 5,
     torch.uint8: 6,
 }
-"""As in csrc/simd.h; bytes hold two elements of 4 bits."""
+"""Element types as in csrc/simd.h. A byte holds two elements of 4 bits."""
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -106,7 +106,7 @@ _NO_NIBBLES = _Nibbles()
 
 
 class AttentionLibrary:
-    """Calls a compiled library on torch's threads. Keeps the workspace, so one caller at a time."""
+    """Calls a compiled library on torch's threads. It has one workspace, so only one caller at a time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.pagedkv_attend
@@ -160,7 +160,7 @@ class AttentionLibrary:
         )
         needed = self._attend(arguments, self._workspace.data_ptr(), self._workspace.numel())
         if needed > self._workspace.numel():
-            # Half as much again: the need grows a little with every step of a growing context.
+            # Allocate 1.5 × the size: it grows a little with every step of a growing context.
             self._workspace = torch.empty(needed + needed // 2, dtype=torch.uint8)
             self._attend(arguments, self._workspace.data_ptr(), self._workspace.numel())
 
@@ -185,10 +185,10 @@ class AttentionLibrary:
 
 
 def find_static_scales(storage: KVStorage, name: str) -> torch.Tensor:
-    """The scales from outside the blocks of side `name`: [num_kv_heads] float32.
+    """Returns the static scales of side `name`: [num_kv_heads] float32.
 
     Raises:
-        ConfigError: the storage brings none.
+        ConfigError: the storage has none.
     """
     if storage.static_scales is None:
         raise ConfigError(f"the KV dtype {storage.spec.kv_dtype.name} needs static scales, and this layer has none")
@@ -196,7 +196,7 @@ def find_static_scales(storage: KVStorage, name: str) -> torch.Tensor:
 
 
 def _side(storage: KVStorage, name: str, source: torch.Tensor) -> _Side:
-    """New keys or values, source: [num_tokens, num_kv_heads, dim], and where they go."""
+    """Describes new keys or values, source: [num_tokens, num_kv_heads, dim], and their target."""
     return _Side(
         source=source.data_ptr(),
         cache=storage.tensors[name].data_ptr(),
@@ -208,7 +208,7 @@ def _side(storage: KVStorage, name: str, source: torch.Tensor) -> _Side:
 
 
 def _nibbles(storage: KVStorage) -> _Nibbles:
-    """What int4 has besides elements."""
+    """Describes the tensors of int4 other than elements."""
     tensors = storage.tensors
     if "k_first" not in tensors:
         return _NO_NIBBLES

@@ -1,6 +1,6 @@
-"""Memory for blocks, in huge pages where the system has them.
+"""Allocates memory for blocks, in huge pages if the system has them.
 
-A step reads blocks in any order, each a few KiB. In pages of 4 KiB nearly every block is a miss of the TLB.
+A step reads blocks in any order, each a few KiB. With pages of 4 KiB nearly every block is a TLB miss.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _TOUCHED_BYTES = 16 * 2**20
-"""Of each allocation, touched at once: what the first requests write to. Touching a pool of many GiB would take longer
-than everything else at start; the system clears the rest as it is first written, 1 or 2 % of a prompt's time."""
+"""Bytes at the beginning of each allocation that are written at once, for the first requests. Writing a pool of many
+GiB would take longer than the rest of the start. The system clears other pages when they are first written, which takes
+1 or 2 % of a prompt's time."""
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, in huge pages where the system has them; the first ones are there already.
+    """Allocates zeros, in huge pages if the system has them. The first `_TOUCHED_BYTES` are mapped already.
 
     Raises:
-        torch.OutOfMemoryError: the system has not that much.
+        torch.OutOfMemoryError: the system has not enough memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -18,7 +18,7 @@ from pagedkv.plugin.kv_dtypes import INT4, SCALE_CODES_PER_OCTAVE, KVCacheSpec, 
 
 
 def are_supported_nibbles(kv_dtype: KVDtype) -> bool:
-    """Whether a KV dtype is int4, but for its name."""
+    """Whether a KV dtype equals int4, apart from its name."""
     return kv_dtype.bits == INT4.bits and replace(kv_dtype, name=INT4.name) == INT4
 
 
@@ -38,7 +38,7 @@ def list_nibble_tensors(spec: KVCacheSpec) -> dict[str, tuple[tuple[int, ...], t
 
 
 def read_nibbles(storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is stored at slots: [N]. k: [N, num_kv_heads, head_dim] and v, with v_head_dim, float32."""
+    """Reads slots: [N]. Returns k: [N, num_kv_heads, head_dim] and v, with v_head_dim, float32."""
     spec, tensors = storage.spec, storage.tensors
     blocks, offsets = slots // spec.block_size, slots % spec.block_size
     elements = unpack(tensors["k"][blocks, :, :, offsets], 4, spec.head_dim).float()

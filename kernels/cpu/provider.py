@@ -1,15 +1,15 @@
-"""The `cpu` kernels: C with vectors, compiled for the machine, reading keys and values in place in their blocks.
+"""The `cpu` kernels: vectorized C, compiled for the machine, that reads keys and values in their blocks without copies.
 
-Within a block a head's keys lie channel by channel and its values token by token, so that the lanes of a vector are
-tokens in the one product and channels in the other, and no sum crosses lanes. bf16 and int8 lie in pairs along the
-direction of the sum: two steps of bf16 widen to floats by a shift and a mask, and processors have instructions that
+Within a block a head's keys are stored channel by channel and its values token by token: the lanes of a vector are
+tokens in one product and channels in the other, and no sum crosses lanes. bf16 and int8 are stored in pairs along the
+direction of the sum: a shift and a mask convert two steps of bf16 to floats, and processors have instructions that
 multiply and add pairs of bf16 (AVX-512-BF16) and of 16-bit integers (all of x86).
 
     k: [num_blocks, num_kv_heads, head_dim, block_size]      pairs: [..., head_dim / 2, block_size, 2]
     v: [num_blocks, num_kv_heads, block_size, v_head_dim]    pairs: [..., block_size / 2, v_head_dim, 2]
-    k_scale, v_scale: [num_blocks, num_kv_heads, block_size], where a KV dtype has a scale per token and head
+    k_scale, v_scale: [num_blocks, num_kv_heads, block_size], if the KV dtype has a scale per token and head
 
-Scales of tokens multiply vectors of scores and of weights, so that elements are widened and nothing else on their way.
+Scales of tokens multiply vectors of scores and of weights, so that elements only have to be converted to floats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _HEAD_DIM_MULTIPLE = 16
-"""Floats of the widest vectors."""
+"""Number of floats in the widest vectors."""
 _MAX_BLOCK_SIZE = 512
 
 
@@ -45,7 +45,7 @@ class CpuKernels:
     can_capture_graphs = False
 
     def __init__(self, device: torch.device, compiler_flags: tuple[str, ...] = ()) -> None:
-        """`compiler_flags` come after the native ones: tests build for other instruction sets."""
+        """Makes the kernels. `compiler_flags` are added to the native ones: tests build for other instruction sets."""
         self._device = device
         self._compiler_flags = compiler_flags
         self._loaded: AttentionLibrary | None = None
@@ -55,7 +55,7 @@ class CpuKernels:
         return cls(device)
 
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
-        """Why not. Whether the library can be compiled is asked last: the first time, this takes seconds."""
+        """See `AttentionKernels`. Compiles the library last: the first time this takes seconds."""
         reasons = []
         if self._device.type != "cpu":
             reasons.append(f"it needs a CPU, the device is {self._device.type}")
@@ -165,7 +165,7 @@ def _is_paired(kv_dtype: KVDtype) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements of 8 bits as bytes: torch does not index those of floats everywhere."""
+    """Views 8-bit elements as bytes: torch can't index 8-bit floats on every device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

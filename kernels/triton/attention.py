@@ -1,14 +1,14 @@
-"""Attention of rows with any number of query tokens, straight from the blocks: prompts, chunks of prompts, decodes.
+"""Attention of rows with any number of query tokens, read from the blocks: prompts, chunks of prompts, decodes.
 
-A tile of BLOCK_M rows holds the query heads of one GQA group for a few consecutive tokens, so that a key that was
-loaded once serves them all:
+A tile of BLOCK_M rows holds the query heads of one GQA group for a few consecutive tokens, so that each key is loaded
+once for all of them:
 
     row:    0   1   2   3   4   5   6   7         BLOCK_M 8, 3 query heads a KV head
     token:  t0  t0  t0  t1  t1  t1  –   –         8 // 3 = 2 tokens a tile; the last rows are idle
     head:   h0  h1  h2  h0  h1  h2  –   –
 
-The grid has room for each sequence's tiles without knowing its length: a sequence ends in at most one tile that is not
-full. A tile finds its sequence by bisection in `cu_seqlens_q`.
+The grid is large enough for all sequences' tiles without knowing their lengths: each sequence has at most one tile that
+is not full. A tile finds its sequence by bisection in `cu_seqlens_q`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    # A sequence's last tiles see the most tokens: they are started first.
+    # A sequence's last tiles see the most tokens, so start them first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_TILES
     row = _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
@@ -154,7 +154,7 @@ def _attention_kernel(
         masked_begin = first_valid // BLOCK_N * BLOCK_N
     else:
         first_valid = 0
-        # Below here, every row of the tile sees every token.
+        # Every row of the tile sees all tokens before `masked_begin`.
         masked_begin = (context_len + first_query + 1) // BLOCK_N * BLOCK_N
 
     slopes = load_slopes(slopes_ptr, heads, is_head, HAS_ALIBI)

@@ -51,7 +51,7 @@ def copy_pairs(copies: Sequence[BlockCopy], device: torch.device) -> torch.Tenso
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, words] int32; int16 where a row's bytes are no multiple of 4, as two bits of 24 channels of odd heads."""
+    """Views a tensor as [rows, words] int32, or int16 if a row's bytes are not a multiple of 4 (odd heads in int4)."""
     rows = tensor.view(tensor.shape[0], -1).view(torch.uint8)
     return rows.view(torch.int16 if rows.shape[1] % 4 else torch.int32)
 

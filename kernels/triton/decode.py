@@ -1,13 +1,13 @@
 """Attention of rows with one query token, each context split over programs (Dao et al., "Flash-Decoding", 2023).
 
-A work item is a chunk of one sequence's context, for the query heads that share a tile. Its size follows from all
-context lengths of the batch, which every program reads for itself: the host need not know them, and the grid has room
-for any of them, so that a captured graph replays with other lengths.
+A work item is a chunk of one sequence's context, for the query heads that share a tile. Its size depends on all context
+lengths of the batch, which every program reads itself. So the host does not need to know them, and the grid is large
+enough for any lengths: a captured graph can be replayed with other lengths.
 
     context lengths 70000, 900, 300, 0       items of 4000:   18 + 1 + 1 + 0
 
-Few long sequences give as many items as fill the chip; a full batch of short ones gives one item a sequence, which
-writes its output itself. Only sequences of several items leave partial results to the reduction.
+A few long sequences give enough items to fill the chip. A large batch of short ones gives one item a sequence, which
+writes the output itself. Only sequences of several items write partial results for the reduction.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _decode_kernel(
     score_scale = scaled_for_keys(score_scale, k_scale_ptr, kv_head, K_SCALES)
     acc, row_max, row_sum = initial_state(sinks_ptr, heads, is_head, 16, V_HEAD_DIM_PAD, HAS_SINKS)
     if HAS_SINKS:
-        # A sink counts once, in the first chunk.
+        # Count a sink once, in the first chunk.
         row_max = tl.where(item == first_item, row_max, NO_SCORE)
         row_sum = tl.where(item == first_item, row_sum, 0.0)
     acc, row_max, row_sum = attend_range(
@@ -294,14 +294,14 @@ def _reduce_kernel(
 
 @triton.jit
 def _context_tiles(seq_lens, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the first tile of a context begins, and how many tiles it has."""
+    """Returns the start of the first tile of a context, and its number of tiles."""
     first_positions = tl.maximum(seq_lens - window, 0) // BLOCK_N * BLOCK_N if HAS_WINDOW else seq_lens * 0
     return first_positions, (seq_lens - first_positions + BLOCK_N - 1) // BLOCK_N
 
 
 @triton.jit
 def _num_chunks(num_tiles, chunk_tiles):
-    """Chunks of at most `chunk_tiles` tiles, as even as they can be, none empty."""
+    """Returns the number of chunks of at most `chunk_tiles` tiles, evenly divided, none empty."""
     at_least = tl.maximum((num_tiles + chunk_tiles - 1) // chunk_tiles, 1)
     even_tiles = tl.maximum((num_tiles + at_least - 1) // at_least, 1)
     return (num_tiles + even_tiles - 1) // even_tiles
@@ -318,7 +318,7 @@ def _chunk_tiles(
     BLOCK_N: tl.constexpr,
     MIN_CHUNK_TILES: tl.constexpr,
 ):
-    """The most tiles of an item: little work fills the chip once; more comes in chunks that repay their start."""
+    """Returns the most tiles of an item: enough items to fill the chip once, but none too small for its start cost."""
     total = 0
     for first in range(0, num_rows, _ROWS):
         rows = first + tl.arange(0, _ROWS)
@@ -330,7 +330,7 @@ def _chunk_tiles(
 
 @triton.jit
 def _find_item(seq_lens_ptr, num_rows, window, item, chunk_tiles, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The row that an item belongs to and that row's first item; `num_rows` or more for an item without work."""
+    """Returns the row of an item and that row's first item; row `num_rows` or more for an item without work."""
     row = 0
     first_item = 0
     num_items = 0

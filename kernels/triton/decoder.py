@@ -1,8 +1,8 @@
-"""The `triton` decoder kernels: a Llama-shaped model on a GPU, in eight launches a layer beside its attention.
+"""The `triton` decoder kernels: run a Llama-shaped model on a GPU, in eight launches a layer beside its attention.
 
-Big products are torch's, over joined weights as they come; what lies between them is fused (`fused.py`). The residual
-stays in float32 throughout. Nothing waits for the device or depends on what is in the tensors, so that a CUDA graph can
-hold a step.
+torch computes the large products, over joined weights; everything between them is fused (`fused.py`). The residual
+stays in float32. No code waits for the device or depends on the content of tensors, so that a CUDA graph can capture a
+step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TritonDecoderKernels:
 
     @classmethod
     def create(cls, device: torch.device) -> Self:
-        """Raises UnsupportedError where the kernels can't run on the device."""
+        """Makes the kernels. Raises UnsupportedError if they can't run on the device."""
         if not is_interpreted():
             if device.type != "cuda":
                 raise UnsupportedError(f"the triton decoder kernels need a GPU; the device is {device.type}")
@@ -60,7 +60,7 @@ class TritonDecoderKernels:
 
 
 class TritonDecoder:
-    """A model's weights, and how to run it."""
+    """Runs a model with its weights."""
 
     def __init__(self, weights: DecoderWeights, device: torch.device) -> None:
         self._device = device
@@ -77,7 +77,7 @@ class TritonDecoder:
             output = self._attend(index, layer, x, batch, attention)
             rows = None
             if index == last:
-                # From here on a token has to do with itself alone: only those with logits go on.
+                # After the last attention tokens are independent: continue only with those that need logits.
                 rows = batch.logit_rows
                 output = output.index_select(0, rows)
             x, residual = self._feed_forward(index, layer, output, residual, rows)
@@ -97,7 +97,7 @@ class TritonDecoder:
     def _attend(
         self, index: int, layer: DecoderLayer, x: torch.Tensor, batch: ModelInput, attention: LayerAttention
     ) -> torch.Tensor:
-        """[num_tokens, num_heads × head_dim]: what the heads have seen."""
+        """Runs a layer's attention. Returns [num_tokens, num_heads × head_dim]."""
         spec = self._shape.attention
         qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
         rotary = plan_rotary(qkv, batch, layer, self._shape)
@@ -115,12 +115,12 @@ class TritonDecoder:
         residual: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next layer's input, after the last layer the head's, and the residual.
+        """Returns the input of the next layer (after the last one, of the head), and the residual.
 
         Args:
             output: [num_rows, num_heads × head_dim].
             residual: [num_tokens, hidden_size], overwritten unless `rows` are given.
-            rows: [num_rows] int64, the tokens that `output` is of; None: all.
+            rows: [num_rows] int64, the tokens of `output`; None means all.
         """
         product = linear(output, layer.attention_output.weight, layer.attention_output.bias)
         new_residual = residual if rows is None else product.new_empty(product.shape, dtype=torch.float32)
@@ -160,7 +160,7 @@ class TritonDecoder:
 
 
 def _with_dense_vectors(layer: DecoderLayer) -> DecoderLayer:
-    """The same layer; the fused kernels read norms and tables as they lie in memory."""
+    """Returns the layer with contiguous norms and tables, as the fused kernels read them."""
     rotary = layer.rotary
     return replace(
         layer,

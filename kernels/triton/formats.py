@@ -1,8 +1,8 @@
-"""How the elements of each KV dtype become numbers inside a kernel, and numbers elements.
+"""Converts elements of each KV dtype to numbers inside a kernel, and numbers to elements.
 
-8-bit floats are passed to kernels as bytes. sm_89 and newer convert E4M3 in hardware; everywhere else its bits are
-moved into a float16, whose exponent is one bit wider and biased by 15 instead of 7, so that the value comes out 2⁸ too
-small, subnormals included. E5M2 is the upper half of a float16 as it stands (Micikevicius et al., "FP8 Formats for
+8-bit floats are passed to kernels as bytes. sm_89 and newer convert E4M3 in hardware. On other GPUs its bits are moved
+into a float16, whose exponent is one bit wider and biased by 15 instead of 7, so that the value is too small by 2⁸,
+also for subnormals. E5M2 is the upper half of a float16 without change (Micikevicius et al., "FP8 Formats for
 Deep Learning", 2022).
 
 >>> import torch
@@ -36,12 +36,12 @@ _SCALES = {
     ScaleGranularity.TOKEN_GROUP: GROUP_SCALES.value,
 }
 _SMALLEST_ABSMAX = tl.constexpr(1e-30)
-"""Keeps the inverse of a scale finite, so that a row of zeros is stored as zeros."""
+"""Lower limit of a row's magnitude. It keeps the inverse of a scale finite: a row of zeros is stored as zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementFormat:
-    """What a kernel has to know of a KV dtype's elements, at compile time."""
+    """Compile-time facts about a KV dtype's elements, for kernels."""
 
     name: str
     max_value: float
@@ -51,7 +51,7 @@ class ElementFormat:
 
 
 _INT4 = ElementFormat("int4", 0.0, torch.uint8)
-"""Its elements come with zero points and parts of steps; `int4.py` has all of it."""
+"""Format of int4. `int4.py` handles its zero points and parts of steps."""
 
 
 _FORMATS = {
@@ -70,7 +70,7 @@ def element_format(kv_dtype: KVDtype) -> ElementFormat:
 
 
 def is_int4(kv_dtype: KVDtype) -> bool:
-    """Whether it is the one format of 4 bits, under whatever name."""
+    """Whether a KV dtype has the 4-bit format, under any name."""
     return replace(kv_dtype, name=INT4.name) == INT4
 
 
@@ -80,7 +80,7 @@ def scales_constant(granularity: ScaleGranularity) -> int:
 
 
 def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
-    """Why the kernels can't store a KV dtype; empty when they can."""
+    """Returns the reasons why the kernels can't store a KV dtype; empty if they can."""
     if is_int4(kv_dtype):
         return []
     known = _FORMATS.get(kv_dtype.storage)
@@ -106,7 +106,7 @@ def unsupported_format_reasons(kv_dtype: KVDtype) -> list[str]:
 
 @triton.jit
 def decode_elements(x, FORMAT: tl.constexpr, HAS_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements as loaded to numbers of DTYPE, without their scales; exact but for float elements wider than DTYPE."""
+    """Converts loaded elements to numbers of DTYPE, without scales. Exact unless they are floats wider than DTYPE."""
     if FORMAT == "e4m3":
         if HAS_FP8:
             half = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -123,7 +123,7 @@ def decode_elements(x, FORMAT: tl.constexpr, HAS_FP8: tl.constexpr, DTYPE: tl.co
 
 @triton.jit
 def encode_elements(x, FORMAT: tl.constexpr, MAX_VALUE: tl.constexpr, HAS_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """Float32 numbers, divided by their scale, to the nearest elements; what lies out of range saturates."""
+    """Converts float32 numbers, divided by their scale, to the nearest elements. Saturates out of range."""
     if FORMAT == "float":
         elements = x.to(DTYPE)
     else:
@@ -141,7 +141,7 @@ def encode_elements(x, FORMAT: tl.constexpr, MAX_VALUE: tl.constexpr, HAS_FP8: t
 
 @triton.jit
 def _drop_half_bits(half, NUM_BITS: tl.constexpr):
-    """Sign and the magnitude without its NUM_BITS lowest bits, rounded to nearest even, as a byte."""
+    """Drops NUM_BITS low bits of a float16, rounded to nearest even. Returns sign and magnitude as a byte."""
     bits = half.to(tl.uint16, bitcast=True)
     magnitude = bits & 0x7FFF
     is_odd = (magnitude >> NUM_BITS) & 1
@@ -151,5 +151,5 @@ def _drop_half_bits(half, NUM_BITS: tl.constexpr):
 
 @triton.jit
 def token_scales(x, MAX_VALUE: tl.constexpr):
-    """One scale for each row of x: [tokens, dims] float32, that lets its largest magnitude just fit."""
+    """Returns one scale for each row of x: [tokens, dims] float32, which maps its largest magnitude to MAX_VALUE."""
     return tl.maximum(tl.max(tl.abs(x), axis=1), _SMALLEST_ABSMAX) / MAX_VALUE

@@ -1,7 +1,7 @@
-"""What a decoder layer does between its big products, each in one pass over the rows: norms, rotary, gates.
+"""Fused kernels between a decoder layer's large products, each in one pass over the rows: norms, rotary, gates.
 
-All are computed in float32 whatever the tensors' dtypes. A grid follows from shapes alone, so that a captured graph
-replays with other tokens, positions and logit rows.
+All compute in float32, whatever the tensors' dtypes. A grid depends only on shapes, so that a captured graph can be
+replayed with other tokens, positions and logit rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedkv.plugin.decoder import Activation, DecoderLayer, DecoderShape
 from pagedkv.plugin.interface import ModelInput
 
 MAX_HIDDEN_SIZE = 16384
-"""A row is held in the registers of one program."""
+"""Largest row, because one program holds a row in its registers."""
 _TILE_ELEMENTS = 1024
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -49,8 +49,8 @@ def plan_add_norm(
         residual: [num_tokens, hidden_size] float32.
         x: [num_rows, hidden_size], contiguous.
         out: as x.
-        new_residual: [num_rows, hidden_size] float32; may be `residual` where `rows` is None. None: not needed further.
-        rows: [num_rows] int64; None: all of them.
+        new_residual: [num_rows, hidden_size] float32; may be `residual` if `rows` is None. None if it is not needed.
+        rows: [num_rows] int64; None means all rows.
     """
     return _plan_norm(
         out,
@@ -65,7 +65,7 @@ def plan_add_norm(
 
 
 def plan_rotary(qkv: torch.Tensor, batch: ModelInput, layer: DecoderLayer, shape: DecoderShape) -> Launch | None:
-    """The launch that norms and rotates queries and keys in place; None where there is nothing to do.
+    """The launch that normalizes and rotates queries and keys in place; None if there is nothing to do.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], contiguous.

@@ -1,6 +1,6 @@
-"""Elements of 4 bits: how they become numbers inside the attention kernels, and numbers elements when tokens come.
+"""Elements of 4 bits: converts them to numbers in the attention kernels, and numbers to elements when storing.
 
-The format is that of `pagedkv.kernels.quantization`; the blocks lie as `layout.py` says. Keys share scales along the
+The format is that of `pagedkv.kernels.quantization`, the layout that of `layout.py`. Keys share scales along the
 tokens of a block, so a tile of keys is taken apart by blocks, [blocks, tokens, channels], and a tile of values by
 groups of channels, [tokens, groups, channels]: each scale is loaded, and its power of two computed, once.
 """
@@ -21,7 +21,7 @@ _MAX_NUMBER = tl.constexpr(2.0**21)
 _MAX_ZERO = tl.constexpr(112.0)
 _SMALLEST_SCALE = tl.constexpr(1e-30)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
-"""A float32 of this size has no fraction."""
+"""Adding and subtracting it rounds a float32 to a whole number: a float32 of this size has no fraction."""
 _NUM_CANDIDATES = tl.constexpr(8)
 """Scale codes tried, from 4 above the one that fits the range down."""
 
@@ -124,20 +124,20 @@ def rotated(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """As float32, within what 4 bits can say; 0 for NaN."""
+    """Converts to float32, clamped to the range of 4 bits; NaN becomes 0."""
     x = x.to(tl.float32)
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -_MAX_NUMBER), _MAX_NUMBER)
 
 
 @triton.jit
 def best_codes(x, is_known, least_codes, substeps, AXIS: tl.constexpr):
-    """The scale codes along AXIS, which is kept with size 1, as float32: the best of eight by the squared error.
+    """Returns the scale codes along AXIS, which is kept with size 1, as float32: the best of eight by squared error.
 
     Args:
         x: float32, finite.
-        is_known: what counts.
-        least_codes: below which the range is not said to fit.
-        substeps: parts of a step that elements are rounded to.
+        is_known: mask of the numbers that count.
+        least_codes: smallest codes that count as fitting the range.
+        substeps: number of parts of a step to which elements are rounded.
     """
     low, high = _range(x, is_known, AXIS)
     fitting = tl.maximum(tl.maximum((high - low) / 15.0, tl.maximum(tl.abs(low), tl.abs(high)) / _MAX_ZERO), 0.0)
@@ -173,5 +173,5 @@ def _range(x, is_known, AXIS: tl.constexpr):
 
 @triton.jit
 def _rounded(x):
-    """To the nearest whole number, a tie to the even one; there are many when a scale becomes twice as coarse."""
+    """Rounds to the nearest whole number, ties to even. Ties are frequent when a scale becomes twice as coarse."""
     return (x + _ROUNDER) - _ROUNDER

@@ -1,4 +1,4 @@
-"""How a layer's blocks lie in memory, and the arguments that tell every kernel so.
+"""Layout of a layer's blocks in memory, and the kernel arguments that describe it.
 
     k: [num_blocks, num_kv_heads, block_size, head_dim]      one head of one block is one contiguous piece
     v: [num_blocks, num_kv_heads, block_size, v_head_dim]
@@ -36,7 +36,7 @@ from pagedkv.plugin.kv_dtypes import SCALE_CODES_PER_OCTAVE, KVCacheSpec, ScaleG
 
 
 def allocate_storage(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVStorage:
-    """Zeroed blocks of one layer. Raises torch.OutOfMemoryError."""
+    """Allocates zeroed blocks of one layer. Raises torch.OutOfMemoryError."""
     dtype = spec.kv_dtype
     rows = (num_blocks, spec.num_kv_heads, spec.block_size)
     tensors = {
@@ -59,7 +59,7 @@ def allocate_storage(spec: KVCacheSpec, num_blocks: int, device: torch.device) -
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """The part of a launch that depends on the storage alone."""
+    """The arguments of a launch that depend only on the storage."""
 
     storage: KVStorage
 
@@ -69,7 +69,7 @@ class CacheArguments:
 
     @property
     def widest_dim(self) -> int:
-        """Of a tile's rows, which are powers of two wide."""
+        """Width of a tile's rows, a power of two."""
         return int(triton.next_power_of_2(max(self.spec.head_dim, self.spec.v_head_dim)))
 
     @cached_property
@@ -78,7 +78,7 @@ class CacheArguments:
 
     @property
     def pointers(self) -> Mapping[str, torch.Tensor | None]:
-        """Raises ConfigError where the KV dtype has static scales and the storage brings none."""
+        """Tensors by argument name. Raises ConfigError if the KV dtype needs static scales and the storage has none."""
         return {
             "k_cache_ptr": self.storage.tensors["k"].view(self.format.view),
             "v_cache_ptr": self.storage.tensors["v"].view(self.format.view),
@@ -113,13 +113,13 @@ class CacheArguments:
 
 
 def read_slots(storage: KVStorage, slots: torch.Tensor, name: str) -> torch.Tensor:
-    """Numbers stored at slots: [N] int64, as [N, num_kv_heads, dim] float32; `name` is "k" or "v"."""
+    """Reads slots: [N] int64. Returns [N, num_kv_heads, dim] float32; `name` is "k" or "v"."""
     spec = storage.spec
     if is_int4(spec.kv_dtype):
         return _read_int4_keys(storage, slots) if name == "k" else _read_int4_values(storage, slots)
     blocks, offsets = slots // spec.block_size, slots % spec.block_size
     elements = storage.tensors[name]
-    # Indexing is not implemented for every 8-bit float, reading their bytes is.
+    # Index bytes: indexing is not implemented for every 8-bit float.
     view = element_format(spec.kv_dtype).view
     numbers = elements.view(view)[blocks, :, offsets].view(elements.dtype).float()
     scales = storage.tensors.get(f"{name}_scale")

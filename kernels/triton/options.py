@@ -1,4 +1,4 @@
-"""An `AttentionOptions` and a model's heads as arguments of the attention kernels."""
+"""Converts `AttentionOptions` and a model's heads to arguments of the attention kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pagedkv.kernels.triton.launch import LOG2_E
 from pagedkv.plugin.attention_metadata import AttentionOptions
 
 _MAX_TILE_HEADS = 16
-"""Query heads that share a tile: what the narrowest matrix instruction takes as rows. A larger group takes several."""
+"""Most query heads in a tile: the rows of the narrowest matrix instruction. A larger group uses several tiles."""
 
 
 def option_arguments(options: AttentionOptions) -> Mapping[str, Any]:
-    """With a soft cap, scores are scaled to the argument of tanh, and to base 2 after it; else to base 2 at once."""
+    """Arguments for an `AttentionOptions`. With a soft cap, scores are scaled for tanh, and to base 2 after it."""
     softcap = options.softcap
     return {
         "sinks_ptr": options.sinks,
@@ -29,7 +29,7 @@ def option_arguments(options: AttentionOptions) -> Mapping[str, Any]:
 
 
 def head_constants(num_heads: int, num_kv_heads: int) -> dict[str, int]:
-    """How the query heads of a KV head spread over tiles."""
+    """Constants that describe how the query heads of a KV head are divided into tiles."""
     group = num_heads // num_kv_heads
     tile_heads = min(group, _MAX_TILE_HEADS)
     return {"GROUP": group, "TILE_HEADS": tile_heads, "HEAD_TILES": -(-group // tile_heads)}

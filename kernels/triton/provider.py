@@ -42,7 +42,7 @@ class TritonKernels:
 
     @classmethod
     def create(cls, device: torch.device) -> Self:
-        """Raises UnsupportedError where the kernels can't run on the device."""
+        """Makes the kernels. Raises UnsupportedError if they can't run on the device."""
         if is_interpreted():
             return cls(device, INTERPRETER)
         if device.type != "cuda":
@@ -87,7 +87,7 @@ class TritonKernels:
             self._run(plan_attention(*arguments, first_row=metadata.num_decodes))
         if not has_rotated_values:
             return out
-        # A weighted sum of rotated values is the rotated sum of values: one row to rotate back, not all of the context.
+        # A weighted sum of rotated values is the rotated sum of values: rotate one row back, not the whole context.
         rotated_back = torch.empty_like(out, dtype=q.dtype)
         self._run(plan_rotate(out, rotated_back))
         return rotated_back

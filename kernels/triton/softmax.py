@@ -1,8 +1,8 @@
-"""One step of online softmax over a tile of the cache; prefill and decode differ only in how they walk the context.
+"""Online softmax over tiles of the cache, for prefill and decode, which differ only in how they loop over the context.
 
 Scores, maxima and sums are float32 and in base 2 (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018; Dao, "FlashAttention-2", 2023). Scales per token stay out of the matrix products: a key's multiplies its column of
-scores, a value's its column of probabilities, so that the products run on exact elements.
+2018; Dao, "FlashAttention-2", 2023). Scales per token are not part of the matrix products: a key's scale multiplies its
+column of scores, a value's scale its column of probabilities, so that the products use exact elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagedkv.kernels.triton.int4 import load_int4_keys, load_int4_values
 from pagedkv.kernels.triton.launch import LOG2_E
 
 NO_SCORE: Final = tl.constexpr(-1.0e38)
-"""A row's maximum before its first score: finite, so that a row that sees nothing has no infinity minus infinity."""
+"""A row's maximum before its first score. It is finite, so that a row without tokens has no infinity minus infinity."""
 _LOG2_E: Final = tl.constexpr(LOG2_E)
 
 
@@ -62,9 +62,9 @@ def attend_range(
 ):
     """Adds a row's tokens [begin, end) to acc [M, V_HEAD_DIM_PAD], row_max [M] and row_sum [M], and returns these.
 
-    With IS_MASKED nothing outside [max(begin, first_valid), end) is loaded: not its place in the block table, its keys,
-    its values or its scales, so that a NaN there can't come back as 0 × NaN. Without, the range is whole tiles of
-    tokens that all query rows see.
+    With IS_MASKED nothing outside [max(begin, first_valid), end) is loaded: no block table entries, keys, values or
+    scales, so that a NaN there can't cause 0 × NaN. Without IS_MASKED the range must be whole tiles of tokens that all
+    query rows see.
     """
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -123,8 +123,8 @@ def attend_range(
             v = decode_elements(v, FORMAT, HAS_FP8, q.dtype)
         acc = acc * decay[:, None]
         if V_SCALES == TOKEN_SCALES:
-            # The tile's largest scale stays outside: a scale alone can fall below the least float16. The product of the
-            # tile is thereby summed on its own, and promoted into the float32 accumulator once a tile.
+            # Apply the tile's largest scale after the product: a scale alone can be below the least float16. So the
+            # product of the tile is summed separately, and added to the float32 accumulator once a tile.
             v_scales = _load(v_scale_ptr + rows, is_valid, 0.0, IS_MASKED).to(tl.float32)
             largest = tl.maximum(tl.max(v_scales, axis=0), 1e-37)
             probs *= (v_scales / largest)[None, :]
@@ -136,7 +136,7 @@ def attend_range(
 
 @triton.jit
 def initial_state(sinks_ptr, heads, is_head, M: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """acc, row_max, row_sum before any token; a sink is a score that has been seen, without a value.
+    """Returns acc, row_max, row_sum before any token. A sink counts as a score without a value.
 
     heads: [M], the query head of each row. Sinks are those of Xiao et al., "Efficient Streaming Language Models with
     Attention Sinks", 2023.
@@ -163,7 +163,7 @@ def load_slopes(slopes_ptr, heads, is_head, HAS_ALIBI: tl.constexpr):
 
 @triton.jit
 def scaled_for_keys(score_scale, k_scale_ptr, kv_head, K_SCALES: tl.constexpr):
-    """The scale of scores, a static scale of the keys included."""
+    """Returns the scale of scores, including a static scale of the keys."""
     if K_SCALES == STATIC_SCALES:
         score_scale *= tl.load(k_scale_ptr + kv_head)
     return score_scale
@@ -171,7 +171,7 @@ def scaled_for_keys(score_scale, k_scale_ptr, kv_head, K_SCALES: tl.constexpr):
 
 @triton.jit
 def normalized(acc, row_sum, v_scale_ptr, kv_head, V_SCALES: tl.constexpr):
-    """The output of rows: zero for a row that has seen nothing; a static scale of the values is applied here."""
+    """Returns the output of rows, zero for a row without tokens. Applies a static scale of the values."""
     acc /= tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     if V_SCALES == STATIC_SCALES:
         acc *= tl.load(v_scale_ptr + kv_head)
@@ -180,7 +180,7 @@ def normalized(acc, row_sum, v_scale_ptr, kv_head, V_SCALES: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To float32's relative precision: by Lambert's continued fraction where the exponential would cancel."""
+    """tanh to float32's relative precision. Uses Lambert's continued fraction where the exponential would cancel."""
     square = x * x
     fraction = x * (945.0 + square * (105.0 + square)) / (945.0 + square * (420.0 + square * 15.0))
     power = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))

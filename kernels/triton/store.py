@@ -1,4 +1,4 @@
-"""Stores new keys and values at their slots, quantized on the way: one read of the source, one write of the block."""
+"""Quantizes and stores new keys and values at their slots, with one read of the source and one write of the block."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stores new keys and values in 4 bits, and rotates what attention made of rotated values back.
+"""Stores new keys and values in 4 bits, and rotates the output of attention over rotated values back.
 
-A block of keys is quantized anew as a whole when tokens come. Tokens of one block that come together lie side by side
-in `slot_mapping`: the program of the first of them does the work, those of the others end at once. So the grid follows
-from the number of tokens alone.
+When tokens are added to a block of keys, the whole block is quantized again. Tokens of one block are next to each other
+in `slot_mapping`: the program of the first of them does the work, the programs of the others end at once. So the grid
+depends only on the number of tokens.
 
     slots      37 38 39 | 7 | 48 49         blocks of 16: programs 0, 3 and 4 quantize blocks 2, 0 and 3
 """
@@ -112,7 +112,7 @@ def _store_keys_kernel(
     if (slot < 0) | ((slot_before == slot - 1) & (first_new > 0)):
         return
 
-    # Which of the block's slots hold tokens that come now, and which held some before.
+    # Which of the block's slots hold new tokens, and which held tokens before.
     offsets = tl.arange(0, BLOCK_SIZE)
     sources = token + offsets - first_new.to(tl.int32)
     may_come = (offsets >= first_new) & (sources < num_tokens)
@@ -128,7 +128,7 @@ def _store_keys_kernel(
     x = finite(tl.load(new_ptrs, mask=is_new[:, None] & is_dim[None, :], other=0.0))
     least_codes = tl.full([1, CHANNELS], _NO_CODE, dtype=tl.float32)
     if first_new > 0:
-        # Its own tokens enter with what they were stored as.
+        # Old tokens are used with their stored values.
         old_codes = tl.load(scale_ptr + head_block * DIM + dims, mask=is_dim, other=0).to(tl.float32)[None, :]
         old_zeros = tl.load(zero_ptr + head_block * DIM + dims, mask=is_dim, other=0).to(tl.float32)[None, :]
         is_old = (offsets < first_new)[:, None] & is_dim[None, :]
@@ -145,7 +145,7 @@ def _store_keys_kernel(
     elements, zeros = round_to_int4(x, is_known[:, None], codes, substeps, 0)
     nibbles = tl.floor(elements)
     quarters = tl.sum(tl.where((offsets == 0)[:, None], (elements - nibbles) * 4.0, 0.0), axis=0)
-    # All of the block has been read before any of it is written.
+    # The whole block must be read before any of it is written.
     tl.debug_barrier()
     packed = _packed(nibbles, BLOCK_SIZE, CHANNELS, 2)
     places = first_dim // 2 + tl.arange(0, CHANNELS // 2)
@@ -220,7 +220,7 @@ def _rotate_kernel(x_ptr, out_ptr, num_rows, DIM: tl.constexpr, DIM_PAD: tl.cons
 
 @triton.jit
 def _packed(elements, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_BYTE: tl.constexpr):
-    """Whole numbers, several to a byte, the first lowest: [ROWS, COLUMNS] to [ROWS, COLUMNS / PER_BYTE] uint8."""
+    """Packs whole numbers into bytes, the first lowest: [ROWS, COLUMNS] to [ROWS, COLUMNS / PER_BYTE] uint8."""
     BITS: tl.constexpr = 8 // PER_BYTE
     parts = tl.reshape(elements.to(tl.int32), (ROWS, COLUMNS // PER_BYTE, PER_BYTE))
     return tl.sum(parts << (tl.arange(0, PER_BYTE) * BITS)[None, None, :], axis=2).to(tl.uint8)

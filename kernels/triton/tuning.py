@@ -1,7 +1,7 @@
-"""Tile sizes per architecture and shape: a table read at launch, so that serving never waits for a search.
+"""Tile sizes by architecture and shape: a table that is read at launch, so that serving never waits for a search.
 
-The rows were chosen by what each architecture's registers and shared memory hold (the compile report of the tests shows
-both) and by the field's published choices; they are not yet tuned on hardware.
+The rows were chosen by each architecture's registers and shared memory (the compile report of the tests shows both) and
+by published choices; they are not yet tuned on hardware.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pagedkv.plugin.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What of a GPU decides how kernels are launched."""
+    """Properties of a GPU that decide how kernels are launched."""
 
     name: str
-    """Row of the tables: sm_80, sm_90, sm_100 or gfx942; a later GPU takes the nearest one's."""
+    """Row of the tables: sm_80, sm_90, sm_100 or gfx942. A later GPU uses the nearest one."""
     num_processors: int
     """Streaming multiprocessors or compute units."""
     has_fp8_conversion: bool
@@ -26,12 +26,12 @@ class Architecture:
 
 
 INTERPRETER = Architecture("interpreter", 1, False)
-"""triton's own interpreter on a CPU: tiles that small contexts fill, one processor, so that few programs run."""
+"""triton's interpreter on a CPU: small tiles, and one processor, so that few programs run."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """Rows of queries by tokens of context."""
+    """Tile of a prefill: rows of queries × tokens of context."""
 
     block_m: int
     block_n: int
@@ -41,31 +41,31 @@ class PrefillTiles:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """16 query heads by tokens of context."""
+    """Tile of a decode: 16 query heads × tokens of context."""
 
     block_n: int
     num_warps: int
     num_stages: int
     min_chunk_tiles: int
-    """Tiles that repay the start of a program."""
+    """Least number of tiles for which starting a program is worth it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLimits:
-    """Into how many items, each for one tile of heads, the contexts of a batch are split."""
+    """Limits for splitting the contexts of a batch into work items, each for one tile of heads."""
 
     max_items: int
-    """Beyond one a sequence."""
+    """Most items in addition to one for each sequence."""
     one_wave_items: int
 
 
 _WAVES = 4
-"""Programs queue several deep, so that the last ones to run leave little of the chip idle."""
+"""Most programs, as a multiple of those that run at once. So the last ones to run leave little of the chip idle."""
 _PROGRAMS_PER_PROCESSOR = 2
 
 
 def device_architecture(device: torch.device) -> Architecture:
-    """The table's row for a GPU. Raises UnsupportedError where there is none."""
+    """Returns the table's row for a GPU. Raises UnsupportedError if there is none."""
     properties = torch.cuda.get_device_properties(device)
     num_processors = properties.multi_processor_count
     if torch.version.hip:
@@ -74,7 +74,7 @@ def device_architecture(device: torch.device) -> Architecture:
 
 
 def nvidia_architecture(capability: int, num_processors: int) -> Architecture:
-    """For a compute capability such as 80, of sm_80. Raises UnsupportedError for one before it."""
+    """Returns the architecture of a compute capability, for example 80 for sm_80. Raises UnsupportedError below 80."""
     if capability < 80:
         raise UnsupportedError(f"the triton kernels need sm_80 or newer; this GPU is sm_{capability}")
     # sm_12x has the shared memory of sm_8x, not that of sm_100.
@@ -83,14 +83,14 @@ def nvidia_architecture(capability: int, num_processors: int) -> Architecture:
 
 
 def amd_architecture(name: str, num_processors: int) -> Architecture:
-    """For a name such as gfx942. Raises UnsupportedError for any but that and gfx950."""
+    """Returns the architecture of a name such as gfx942. Raises UnsupportedError for any but gfx942 and gfx950."""
     if name not in ("gfx942", "gfx950"):
         raise UnsupportedError(f"the triton kernels need gfx942 or gfx950; this GPU is {name}")
     return Architecture("gfx942", num_processors, has_fp8_conversion=False)
 
 
 _DIMS = (64, 128, 256)
-"""Classes of the widest head_dim of keys and values; a narrower one takes the first."""
+"""Classes of the larger head_dim of keys and values, rounded up to one of these."""
 MAX_HEAD_DIM = _DIMS[-1]
 
 _PREFILL_TILES = {
@@ -121,11 +121,11 @@ _SINGLE_DECODE_TILES = (DecodeTiles(32, 4, 2, 16), DecodeTiles(32, 4, 2, 16), De
 
 _INT4_PREFILL_TILES = {("sm_80", 2): PrefillTiles(32, 32, 8, 2), ("sm_100", 2): PrefillTiles(64, 64, 8, 2)}
 _INT4_DECODE_TILES = {("sm_100", 1): DecodeTiles(64, 4, 3, 8)}
-"""Where turning 4 bits into numbers takes more registers than those tiles leave: by architecture and class of dim."""
+"""Tiles where converting 4 bits needs more registers than the others leave: by architecture and class of dim."""
 
 
 def prefill_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> PrefillTiles:
-    """The table's entry; float32, in queries or in the cache, has its own for all architectures."""
+    """Returns the table's entry. float32, in queries or in the cache, has one entry for all architectures."""
     is_single = architecture.name != INTERPRETER.name and _is_single(q_dtype, kv_bits)
     row = _SINGLE_PREFILL_TILES if is_single else _PREFILL_TILES[architecture.name]
     place = _dim_class(widest_dim)
@@ -134,7 +134,7 @@ def prefill_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: 
 
 
 def decode_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: int, kv_bits: int) -> DecodeTiles:
-    """As `prefill_tiles`."""
+    """Returns the table's entry, like `prefill_tiles`."""
     is_single = architecture.name != INTERPRETER.name and _is_single(q_dtype, kv_bits)
     row = _SINGLE_DECODE_TILES if is_single else _DECODE_TILES[architecture.name, max(kv_bits, 8)]
     place = _dim_class(widest_dim)
@@ -143,13 +143,13 @@ def decode_tiles(architecture: Architecture, q_dtype: torch.dtype, widest_dim: i
 
 
 def split_limits(architecture: Architecture, num_head_tiles: int) -> SplitLimits:
-    """So that items × tiles of heads fill the processors."""
+    """Returns limits with which items × tiles of heads fill the processors."""
     one_wave = -(-architecture.num_processors * _PROGRAMS_PER_PROCESSOR // num_head_tiles)
     return SplitLimits(max_items=one_wave * _WAVES, one_wave_items=one_wave)
 
 
 def store_tile_tokens(architecture: Architecture, widest_dim: int) -> int:
-    """Tokens that a program of 4 warps stores: about 1024 elements."""
+    """Returns the tokens that a program of 4 warps stores, about 1024 elements."""
     return 64 if architecture.name == INTERPRETER.name else max(1024 // widest_dim, 4)
 
 
