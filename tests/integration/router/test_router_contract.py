@@ -1,5 +1,5 @@
-"""Hundreds of streams through a router and a real server, over a socket: what a router takes for granted, and what the
-clients get."""
+"""Hundreds of streams through the router's double and a real server, over a socket, with a device that fails now and
+then: what a router takes for granted, and what the clients get."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,6 +25,12 @@ from pagedkv.plugin.registry import BACKENDS, KERNELS, MODELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.stats import BackendStats
 
+from .double.router import Router
+from .double.shards import Shards
+from .double.streams import Ending, Stream
+from .double.validation import Ask, RouterFlags
+from .recordings.checker import check_recording
+
 VOCAB_SIZE = 97
 EOS_ID = 0
 FIRST_CHARACTER = 0x100
@@ -37,8 +40,9 @@ PREFIX_TOKENS = 20
 MAX_SHORT_OUTPUT_TOKENS = 10
 LONG_OUTPUT_TOKENS = 40
 """Some blocks more than a sequence is admitted with."""
+TURNS_BETWEEN_HEALTH = 16
 STEPS_BETWEEN_FAULTS = 61
-LIMITS = {"max_input_tokens": 63, "max_total_tokens": 103}
+MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS = 63, 103
 
 Oracle = dict[tuple[int, ...], list[int]]
 """The right LONG_OUTPUT_TOKENS tokens after each prompt of a workload."""
@@ -50,7 +54,7 @@ class CharacterTokenizer:
     all_special_ids = (EOS_ID,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) - FIRST_CHARACTER for character in text]
+        return [(ord(character) - FIRST_CHARACTER) % VOCAB_SIZE for character in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(
@@ -104,7 +108,7 @@ def _paged(num_blocks: int, overcommit: int) -> Setup:
         "model.path": "none",
         "cache.num_blocks": num_blocks,
         "cache.overcommit": overcommit,
-        "limits.max_total_tokens": LIMITS["max_total_tokens"],
+        "limits.max_total_tokens": MAX_TOTAL_TOKENS,
         "scheduler.max_step_tokens": 64,
         "scheduler.max_num_sequences": 16,
     }
@@ -118,8 +122,8 @@ def _paged(num_blocks: int, overcommit: int) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, 4 query and 2 KV heads, float32, random weights whose best tokens are far apart."""
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with the ids of the character tokenizer; random weights whose best tokens are far apart."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -134,7 +138,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=EOS_ID,
         initializer_range=0.5,
     )
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    directory = tmp_path_factory.mktemp("models") / "small-llama"
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -145,7 +149,7 @@ def _contiguous(model: Path) -> Setup:
         "model.path": str(model),
         "model.device": "cpu",
         "cache.num_blocks": 2048,
-        "limits.max_total_tokens": LIMITS["max_total_tokens"],
+        "limits.max_total_tokens": MAX_TOTAL_TOKENS,
         "scheduler.max_num_sequences": 16,
     }
     written = load_config(None, keys, {})
@@ -159,14 +163,14 @@ def _contiguous(model: Path) -> Setup:
         return forward(*args, **keys)
 
     backend._model.forward = faulty_forward
-    return Setup(backend, faults, partial(_continue_all, model))
+    return Setup(backend, faults, lambda prompts: _continue_all(model, prompts))
 
 
 def _continue_all(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers makes of each prompt, greedily and without a cache. Rows are padded behind their end,
     where a causal model does not look."""
     model = LlamaForCausalLM.from_pretrained(directory).eval()
-    rows = torch.zeros(len(prompts), LIMITS["max_total_tokens"], dtype=torch.int64)
+    rows = torch.zeros(len(prompts), MAX_TOTAL_TOKENS, dtype=torch.int64)
     for row, prompt_ids in zip(rows, prompts, strict=True):
         row[: len(prompt_ids)] = torch.tensor(prompt_ids)
     lengths = torch.tensor([len(prompt_ids) for prompt_ids in prompts])
@@ -179,87 +183,129 @@ def _continue_all(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [rows[i, length : length + LONG_OUTPUT_TOKENS].tolist() for i, length in enumerate(lengths)]
 
 
-class Workload:
-    """Streams drawn from a seed: shared prefixes, all lengths, stop strings, clients that leave, faulty requests."""
+@dataclass
+class Client:
+    """What one client will do, and what it got."""
 
-    def __init__(self, make_stream: Callable[..., Any], setup: Setup, seed: int) -> None:
-        self._make_stream = make_stream
+    arrival_turn: int
+    prompt_ids: list[int]
+    ask: Ask
+    leaves_after_tokens: int | None
+    """When it goes away; 0 is while it still queues."""
+    stream: Stream | None = None
+
+    def go_on(self) -> None:
+        """Leaves, if it is time."""
+        leaves = self.leaves_after_tokens
+        if self.stream is not None and leaves is not None and len(self.stream.ids) >= leaves:
+            self.stream.leave()
+
+
+class Workload:
+    """Clients drawn from a seed: shared prefixes, all lengths, stop strings, clients that leave."""
+
+    def __init__(self, setup: Setup, seed: int) -> None:
         self._random = random.Random(seed)
         prefixes = [self._draw_ids(PREFIX_TOKENS) for _ in range(4)]
         self._prompts = [
-            [*self._random.choice(prefixes), *self._draw_ids(self._random.randint(1, LIMITS["max_input_tokens"] - 20))]
+            [*self._random.choice(prefixes), *self._draw_ids(self._random.randint(1, MAX_INPUT_TOKENS - 20))]
             for _ in range(NUM_PROMPTS)
         ]
-        self._prompts += [self._draw_ids(length) for length in (1, 2, 15, 16, 17, LIMITS["max_input_tokens"])]
+        self._prompts += [self._draw_ids(length) for length in (1, 2, 15, 16, 17, MAX_INPUT_TOKENS)]
         self.oracle: Oracle = dict(zip(map(tuple, self._prompts), setup.continue_all(self._prompts), strict=True))
 
-    def draw(self, num_streams: int) -> list[Any]:
-        arrival_calls = 0
-        streams = []
-        for _ in range(num_streams):
-            arrival_calls += self._random.choice([0, 0, 0, 1, 2, 4])
-            streams.append(self._draw_stream(arrival_calls))
-        return streams
+    def draw(self, num_clients: int) -> list[Client]:
+        arrival_turn = 0
+        clients = []
+        for _ in range(num_clients):
+            arrival_turn += self._random.choice([0, 0, 0, 1, 2, 4])
+            clients.append(self._draw_client(arrival_turn))
+        return clients
 
     def _draw_ids(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(1, VOCAB_SIZE) for _ in range(num_tokens)]
 
-    def _draw_stream(self, arrival_calls: int) -> Any:
+    def _draw_client(self, arrival_turn: int) -> Client:
         prompt_ids = self._random.choice(self._prompts)
         is_long = self._random.random() < 0.15
         max_new_tokens = LONG_OUTPUT_TOKENS if is_long else self._random.randint(1, MAX_SHORT_OUTPUT_TOKENS)
-        stopping = pb.StoppingCriteriaParameters(
-            max_new_tokens=max_new_tokens, ignore_eos_token=self._random.random() < 0.5
-        )
+        stop = ()
         if self._random.random() < 0.2:
             at = self._random.randrange(max_new_tokens)
-            stopping.stop_sequences.append(TOKENIZER.decode(self.oracle[tuple(prompt_ids)][at : at + 2]))
-        text = TOKENIZER.decode(prompt_ids)
-        message = pb.Request(
-            inputs=text,
-            input_chunks=pb.Input(chunks=[pb.InputChunk(text=text)]),
-            truncate=LIMITS["max_input_tokens"],
-            parameters=pb.NextTokenChooserParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1),
-            stopping_parameters=stopping,
-            add_special_tokens=True,
-        )
-        if self._random.random() < 0.01:
-            message.adapter_id = "one that is not there"
+            stop = (TOKENIZER.decode(self.oracle[tuple(prompt_ids)][at : at + 2]),)
+        ask = Ask(TOKENIZER.decode(prompt_ids), max_new_tokens, stop=stop, truncate=MAX_INPUT_TOKENS)
         leaves = self._random.randint(0, max_new_tokens) if self._random.random() < 0.2 else None
-        return self._make_stream(arrival_calls, prompt_ids, message, leaves)
+        return Client(arrival_turn, prompt_ids, ask, leaves)
 
 
-def _expected(oracle: Oracle, stream: Any) -> tuple[list[int], int]:
-    """The ids that a stream is to get, alone and from a model without a cache, and why it ends."""
-    stopping = stream.message.stopping_parameters
-    ids = oracle[tuple(stream.prompt_ids)][: stopping.max_new_tokens]
+def _expected(oracle: Oracle, client: Client) -> tuple[list[int], int]:
+    """The ids that a client is to get, alone and from a model without a cache, and why they end."""
+    assert client.ask.max_new_tokens is not None
+    ids = oracle[tuple(client.prompt_ids)][: client.ask.max_new_tokens]
     for num_tokens in range(1, len(ids)):
-        if ids[num_tokens - 1] == EOS_ID and not stopping.ignore_eos_token:
+        if ids[num_tokens - 1] == EOS_ID:
             return ids[:num_tokens], pb.FINISH_REASON_EOS_TOKEN
-        if TOKENIZER.decode(ids[:num_tokens]).endswith(tuple(stopping.stop_sequences)):
+        if client.ask.stop and TOKENIZER.decode(ids[:num_tokens]).endswith(client.ask.stop):
             return ids[:num_tokens], pb.FINISH_REASON_STOP_SEQUENCE
     return ids, pb.FINISH_REASON_LENGTH
 
 
-def _check_stream(oracle: Oracle, stream: Any) -> None:
-    ids, reason = _expected(oracle, stream)
+def _check_client(oracle: Oracle, client: Client) -> None:
+    stream = client.stream
+    assert stream is not None
+    ids, reason = _expected(oracle, client)
     assert stream.ids == ids[: len(stream.ids)]
     assert "".join(stream.texts) == TOKENIZER.decode(stream.ids)
-    if stream.final is not None:
+    assert stream.ending in (Ending.FINISHED, Ending.LEFT, Ending.FAILED)
+    if stream.ending is Ending.FINISHED:
         assert stream.ids == ids
-        assert stream.final.finish_reason == reason
-        assert stream.final.generated_tokens == len(ids)
-        assert stream.final.text == TOKENIZER.decode(ids, skip_special_tokens=True)
+        assert (stream.finish_reason, stream.text) == (reason, TOKENIZER.decode(ids, skip_special_tokens=True))
+
+
+def _check_running(router: Router) -> None:
+    """What an answer says of its batch must be what is known of it here."""
+    for batch, entries in router.running:
+        assert set(batch.request_ids) == {entry.id for entry in entries}
+        assert batch.size == len(batch.request_ids)
+        prompts = [entry.num_prompt_tokens for entry in entries]
+        outputs = [entry.max_new_tokens for entry in entries]
+        in_step = [1 if entry.stream.ids else entry.num_prompt_tokens for entry in entries]
+        assert batch.current_tokens == sum(in_step)
+        if router.told.info.requires_padding:
+            assert batch.max_tokens == len(entries) * (max(prompts) + max(outputs))
+        else:
+            assert batch.max_tokens == sum(prompts) + sum(outputs)
+
+
+async def _drive(router: Router, clients: list[Client]) -> None:
+    """Until every client has its answer or has left."""
+    waiting = sorted(clients, key=lambda client: client.arrival_turn, reverse=True)
+    turn = 0
+    while True:
+        while waiting and waiting[-1].arrival_turn <= turn:
+            client = waiting.pop()
+            client.stream = router.submit(client.ask)
+        for client in clients:
+            client.go_on()
+        turn += 1
+        has_health = turn % TURNS_BETWEEN_HEALTH == 0
+        # A fault may hit a health Prefill too.
+        has_turn, _ = await asyncio.gather(router.turn(), router.health() if has_health else asyncio.sleep(0))
+        _check_running(router)
+        if not has_turn and not waiting:
+            return
 
 
 @dataclass(frozen=True)
 class Played:
     """What a workload's run left to look at."""
 
-    router: Any
+    num_calls: Counter[str]
+    num_failed_calls: int
+    num_mixed_prefills: int
     faults: Faults
     stats: BackendStats
-    num_endings: Counter[str]
+    num_endings: Counter[Ending]
 
 
 @pytest.fixture(autouse=True)
@@ -271,53 +317,66 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+async def _serve(setup: Setup, clients: list[Client], flags: RouterFlags, server_config: ServerSection) -> Router:
+    async with GenerationServer(setup.backend, TOKENIZER, server_config) as server:
+        shards = Shards(server.targets[0])
+        router = Router(shards, TOKENIZER.encode, flags)
+        await router.start()
+        setup.faults.is_on = True
+        await _drive(router, clients)
+        setup.faults.is_on = False
+        assert await router.health()
+        assert server.service.num_requests == 0
+        await shards.close()
+    return router
+
+
 @pytest.fixture
-def play(router_parts: SimpleNamespace, tmp_path: Path) -> Callable[..., Played]:
+def play(tmp_path: Path) -> Callable[..., Played]:
     """Runs a workload against a backend, compares every stream with the oracle, and sees that nothing is left."""
 
-    async def serve(setup: Setup, streams: list[Any], limits: Any, server_config: ServerSection) -> Any:
-        async with (
-            GenerationServer(setup.backend, TOKENIZER, server_config) as server,
-            grpc.aio.insecure_channel(server.targets[0]) as channel,
-        ):
-            router = router_parts.Router(channel, limits, streams)
-            await router.start()
-            setup.faults.is_on = True
-            await router.run()
-            assert server.service.num_requests == 0
-        return router
-
     def play(setup: Setup, seed: int, *, max_batch_prefill_tokens: int, has_chunking: bool = False) -> Played:
-        workload = Workload(router_parts.Stream, setup, seed)
-        streams = workload.draw(NUM_STREAMS)
-        limits = router_parts.RouterLimits(
-            **LIMITS,
-            max_batch_prefill_tokens=max_batch_prefill_tokens,
+        workload = Workload(setup, seed)
+        clients = workload.draw(NUM_STREAMS)
+        flags = RouterFlags(
+            MAX_INPUT_TOKENS,
+            MAX_TOTAL_TOKENS,
+            max_batch_prefill_tokens,
             max_batch_total_tokens=1024,
             max_batch_size=16,
+            waiting_served_ratio=0.3,
         )
         server_config = ServerSection(uds_path=str(tmp_path / "tgi"), chunked_prefill=has_chunking)
-        router = asyncio.run(serve(setup, streams, limits, server_config))
-        for stream in streams:
-            _check_stream(workload.oracle, stream)
+        router = asyncio.run(_serve(setup, clients, flags, server_config))
+        for client in clients:
+            _check_client(workload.oracle, client)
+        recording = router.recording()
+        assert check_recording(recording).violations == []
         stats = setup.backend.stats()
         assert (stats.running, stats.waiting, stats.num_used_blocks) == (0, 0, 0)
         setup.backend.check_integrity()
         setup.backend.close()
-        return Played(router, setup.faults, stats, Counter(stream.ending.value for stream in streams))
+        failed = [call for call in recording.calls if call.error is not None]
+        mixed = [c for c in recording.calls if c.method == "Prefill" and c.request.HasField("cached_batch")]
+        return Played(
+            Counter(call.method for call in recording.calls),
+            len(failed),
+            len(mixed),
+            setup.faults,
+            stats,
+            Counter(client.stream.ending for client in clients if client.stream and client.stream.ending),
+        )
 
     return play
 
 
 def _check_that_much_happened(played: Played) -> None:
     """A run in which nothing failed or left would show nothing."""
-    assert played.num_endings["finished"] > NUM_STREAMS / 2
-    assert played.num_endings["left"] > NUM_STREAMS / 20
-    failed_calls = played.router.failed_calls
-    assert failed_calls["INTERNAL"] == played.faults.num_faults >= 2
-    assert failed_calls["INVALID_ARGUMENT"] == failed_calls.total() - played.faults.num_faults >= 1
-    assert played.num_endings["failed"] > failed_calls.total()
-    assert played.router.num_filtered > 5
+    assert played.num_endings[Ending.FINISHED] > NUM_STREAMS / 2
+    assert played.num_endings[Ending.LEFT] > NUM_STREAMS / 20
+    assert played.num_failed_calls == played.faults.num_faults >= 2
+    assert played.num_endings[Ending.FAILED] > played.num_failed_calls
+    assert played.num_calls["FilterBatch"] > 5
 
 
 @pytest.mark.parametrize("overcommit", [1, 4])
@@ -331,12 +390,12 @@ def test_paged_backend_keeps_the_router_s_contract(play, has_chunking: bool, ove
         max_batch_prefill_tokens=32 if has_chunking else 128,
     )
     _check_that_much_happened(played)
-    assert bool(played.router.num_mixed_prefills) == has_chunking
+    assert bool(played.num_mixed_prefills) == has_chunking
     assert bool(played.stats.preemptions) == (overcommit > 1)
     assert played.stats.prefix_cache_hit_tokens > 0
 
 
-def test_contiguous_backend_keeps_the_router_s_contract(play, tiny_llama: Path) -> None:
-    played = play(_contiguous(tiny_llama), seed=0, max_batch_prefill_tokens=256)
+def test_contiguous_backend_keeps_the_router_s_contract(play, small_llama: Path) -> None:
+    played = play(_contiguous(small_llama), seed=0, max_batch_prefill_tokens=256)
     _check_that_much_happened(played)
-    assert played.router.num_mixed_prefills == 0
+    assert played.num_mixed_prefills == 0
