@@ -288,7 +288,7 @@ async def _drive(router: Router, clients: list[Client]) -> None:
         for client in clients:
             client.go_on()
         turn += 1
-        has_health = turn % TURNS_BETWEEN_HEALTH == 0
+        has_health = turn % TURNS_BETWEEN_HEALTH == 0 and not router.wants_probe
         # A fault may hit a health Prefill too.
         has_turn, _ = await asyncio.gather(router.turn(), router.health() if has_health else asyncio.sleep(0))
         _check_running(router)
@@ -370,7 +370,7 @@ def play(tmp_path: Path) -> Callable[..., Played]:
 
 def _check_that_much_happened(played: Played) -> None:
     """A run in which nothing failed or left would show nothing."""
-    assert played.num_endings[Ending.FINISHED] > NUM_STREAMS / 2
+    assert played.num_endings[Ending.FINISHED] > NUM_STREAMS / 3
     assert played.num_endings[Ending.LEFT] > NUM_STREAMS / 20
     assert played.num_failed_calls == played.faults.num_faults >= 2
     assert played.num_endings[Ending.FAILED] > played.num_failed_calls

@@ -114,6 +114,11 @@ class Router:
         return [(b, [self._entries[id_] for id_ in b.request_ids if id_ in self._entries]) for b in batches]
 
     @property
+    def wants_probe(self) -> bool:
+        """Whether the next health check is a Prefill."""
+        return not self._is_well
+
+    @property
     def is_idle(self) -> bool:
         return self._running is None and not self._to_decode and not self._queue.has_clients
 
