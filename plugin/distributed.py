@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch.distributed
 
 from pagedkv.plugin.errors import ConfigError, ShardError
 from pagedkv.plugin.failure_detector import FailureDetector, OnFailure, connect_failure_detector
+from pagedkv.plugin.shard_connections import connect_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,19 @@ class ShardGroup:
         run_seed: the same on every shard, 0 ≤ run_seed < 2**64.
         failure_detector: connects the shards.
         step_timeout_s: longest duration of a step, in seconds.
+        call_connections: carry the order of calls: sockets to all others on rank 0, to rank 0 alone on the others.
     """
 
     def __init__(
-        self, info: ShardInfo, run_seed: int, failure_detector: FailureDetector, step_timeout_s: float
+        self,
+        info: ShardInfo,
+        run_seed: int,
+        failure_detector: FailureDetector,
+        step_timeout_s: float,
+        call_connections: Mapping[int, socket.socket],
     ) -> None:
         self.info = info
+        self.call_connections = call_connections
         self._run_seed = run_seed
         self._failure_detector = failure_detector
         self._step_timeout_s = step_timeout_s
@@ -107,6 +116,11 @@ class ShardGroup:
         self._failure_detector.fail(message)
         raise ShardError(self._failure_detector.failure or message)
 
+    def fail_unless_reported(self, message: str) -> None:
+        """As `fail`, where the message may only be the consequence of another shard's end: that is waited for first."""
+        if not self._failure_detector.wait_for_report():
+            self._failure_detector.fail(message)
+
     def _refuse_departed(self) -> None:
         for rank in self._failure_detector.departed_ranks():
             self.fail(f"rank {rank} has left: no step can run without it")
@@ -121,6 +135,8 @@ class ShardGroup:
             return
         _group = None
         self._failure_detector.leave(f"rank {self.info.rank} has failed: {failure}" if failure else "")
+        for connection in self.call_connections.values():
+            connection.close()
         torch.distributed.destroy_process_group()
 
 
@@ -167,6 +183,7 @@ def join_shards(
     try:
         _refuse_mixed_devices(info, store, device_type)
         run_seed = _agree_on_seed(info, store)
+        call_connections = connect_ranks("calls", info.rank, info.num_shards, store, host, join_timeout_s)
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             store=torch.distributed.PrefixStore("pagedkv/collectives", store),
@@ -177,7 +194,7 @@ def join_shards(
     except Exception as error:
         failure_detector.leave(f"rank {info.rank} has failed: {error}")
         raise
-    _group = ShardGroup(info, run_seed, failure_detector, step_timeout_s)
+    _group = ShardGroup(info, run_seed, failure_detector, step_timeout_s, call_connections)
     logger.info("rank %d of %d has joined the others at %s:%d", info.rank, info.num_shards, host, port)
     return _group
 

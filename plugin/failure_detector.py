@@ -8,19 +8,17 @@ for a shard that never joins it, so no timeout of a collective library is needed
 
 from __future__ import annotations
 
-import hmac
 import logging
-import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedkv.plugin.errors import ShardError
+from pagedkv.plugin.shard_connections import connect_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -32,13 +30,9 @@ OnFailure = Callable[[str], None]
 
 _LEFT = b"left"
 _FAILED = b"failed "
-_STORE_KEY = "pagedkv/failure_detector"
-_MAX_GREETING_BYTES = 64
 _POLL_S = 0.1
 _LEAVE_TIMEOUT_S = 5.0
 _REPORT_TIMEOUT_S = 2.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-"""Seconds and tries after which a machine that does not answer counts as gone."""
 
 
 @dataclass(slots=True)
@@ -178,67 +172,6 @@ def connect_failure_detector(
     Raises:
         ShardError: not all shards connected within `timeout_s`; the message names the missing ranks.
     """
-    peers = _accept(num_shards, store, host, timeout_s) if rank == 0 else {0: _call(rank, store, host, timeout_s)}
-    for connection in peers.values():
-        connection.settimeout(None)
-        _keep_alive(connection)
-    return FailureDetector(rank, peers, on_failure)
-
-
-def _accept(num_shards: int, store: TCPStore, host: str, timeout_s: float) -> dict[int, socket.socket]:
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    secret = secrets.token_hex(16)
-    peers: dict[int, socket.socket] = {}
-    deadline_s = time.monotonic() + timeout_s
-    with socket.create_server((host, 0), family=family) as listener:
-        store.set(_STORE_KEY, f"{listener.getsockname()[1]} {secret}")
-        while len(peers) < num_shards - 1:
-            listener.settimeout(max(0.01, deadline_s - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = _name_ranks(set(range(1, num_shards)) - set(peers))
-                raise ShardError(f"{missing} did not join within {timeout_s:g} s; see the log there") from None
-            caller = _read_greeting(connection, secret)
-            if caller is None or caller in peers or caller not in range(1, num_shards):
-                connection.close()
-            else:
-                peers[caller] = connection
-    return peers
-
-
-def _read_greeting(connection: socket.socket, secret: str) -> int | None:
-    """Returns the rank of a caller that knows the secret; None for any other."""
-    connection.settimeout(_REPORT_TIMEOUT_S)
-    try:
-        line = b""
-        while not line.endswith(b"\n") and len(line) < _MAX_GREETING_BYTES:
-            # Read one byte at a time: the listening thread reads what follows the line.
-            line += (byte := connection.recv(1))
-            if not byte:
-                return None
-        said, _, rank = line.decode().strip().partition(" ")
-        return int(rank) if hmac.compare_digest(said.encode(), secret.encode()) else None
-    except (OSError, ValueError):
-        return None
-
-
-def _call(rank: int, store: TCPStore, host: str, timeout_s: float) -> socket.socket:
-    try:
-        port, secret = store.get(_STORE_KEY).decode().split(" ")
-        connection = socket.create_connection((host, int(port)), timeout_s)
-        connection.sendall(f"{secret} {rank}\n".encode())
-    except (OSError, RuntimeError) as error:  # the store's own errors are RuntimeErrors
-        raise ShardError(f"rank {rank} can't reach rank 0 on {host}: {error}") from error
-    return connection
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _name_ranks(ranks: Collection[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+    return FailureDetector(
+        rank, connect_ranks("failure_detector", rank, num_shards, store, host, timeout_s), on_failure
+    )
