@@ -181,8 +181,8 @@ class ServerSection(_Section):
     abandoned_batch_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="A batch for which no step was asked for so long ends: its client is dead. Without effect on "
-        "several shards, whose clocks differ.",
+        description="A batch for which no step was asked for so long ends: its client is dead. Shards follow the "
+        "clock of rank 0.",
     )
     log_prompts: bool = Field(False, description="Put the prompt into the log's line of each ended request.")
     chunked_prefill: bool = Field(

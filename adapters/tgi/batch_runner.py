@@ -116,16 +116,19 @@ class BatchRunner:
         ended = self._batches.pop_all() if batch_ids is None else self._batches.pop(batch_ids)
         self._abort(ended, Outcome.ABORTED)
 
-    def find_abandoned(self, timeout_s: float) -> list[int]:
-        """Ids of batches without a step for more than `timeout_s` seconds. May be called from any thread."""
+    def find_abandoned(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Ids of batches without a step for more than `timeout_s` seconds, and the number of the last step of each.
+
+        May be called from any thread.
+        """
         return self._batches.find_older(timeout_s)
 
-    def end_abandoned(self, timeout_s: float) -> None:
-        batch_ids = self.find_abandoned(timeout_s)
-        logger.warning(
-            "batches %s end: their client asked for no step in %.0f s and is taken for dead", batch_ids, timeout_s
-        )
-        self._abort(self._batches.pop(batch_ids), Outcome.ABANDONED)
+    def end_abandoned(self, batches: Iterable[tuple[int, int]]) -> None:
+        """Ends batches that `find_abandoned` has found, except those that have had a step since."""
+        batch_ids = self._batches.find_untouched(batches)
+        if batch_ids:
+            logger.warning("batches %s end: their client asked for no step for long, and is taken for dead", batch_ids)
+            self._abort(self._batches.pop(batch_ids), Outcome.ABANDONED)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the backend's bookkeeping contradicts itself."""
@@ -133,8 +136,7 @@ class BatchRunner:
 
     def _step(self, batches: Sequence[Batch]) -> StepResult:
         lives = {request_id: live for batch in batches for request_id, live in batch.requests.items()}
-        for batch in batches:
-            batch.named_s = time.monotonic()
+        self._batches.note_step(batches)
         started_ns = time.perf_counter_ns()
         try:
             outputs = self._backend.step(only=list(lives))

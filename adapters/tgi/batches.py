@@ -54,6 +54,8 @@ class Batch:
     requests: dict[RequestId, LiveRequest]
     named_s: float = field(default_factory=time.monotonic)
     """When a step was last requested for it."""
+    last_step: int = 0
+    """Number of that step, among all steps; the same on all shards, as `named_s` is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class BatchTable:
 
     def __init__(self) -> None:
         self._batches: dict[int, Batch] = {}
+        self._num_steps = 0
 
     @property
     def num_requests(self) -> int:
@@ -94,10 +97,27 @@ class BatchTable:
                 raise NotFoundError(f"there is no batch {batch_id}: all its requests have ended, or it never was")
         return [self._batches[batch_id] for batch_id in batch_ids]
 
-    def find_older(self, timeout_s: float) -> list[int]:
-        """Ids of batches without a step for more than `timeout_s` seconds. May be called from any thread."""
+    def note_step(self, batches: Sequence[Batch]) -> None:
+        """Notes that a step was requested for these batches."""
+        self._num_steps += 1
+        for batch in batches:
+            batch.named_s, batch.last_step = time.monotonic(), self._num_steps
+
+    def find_older(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Ids of batches without a step for more than `timeout_s` seconds, and the number of the last step of each.
+
+        May be called from any thread.
+        """
         earliest_s = time.monotonic() - timeout_s
-        return [batch.id for batch in tuple(self._batches.values()) if batch.named_s < earliest_s]
+        return [(batch.id, batch.last_step) for batch in tuple(self._batches.values()) if batch.named_s < earliest_s]
+
+    def find_untouched(self, batches: Iterable[tuple[int, int]]) -> list[int]:
+        """Ids of those of the batches that are still here and have had no step since the one named with each."""
+        return [
+            batch_id
+            for batch_id, last_step in batches
+            if batch_id in self._batches and self._batches[batch_id].last_step == last_step
+        ]
 
     def check_free(self, batch_id: int) -> None:
         """Raises DuplicateRequestError if a batch with this id exists."""
@@ -115,6 +135,7 @@ class BatchTable:
         for batch in batches:
             self._batches.pop(batch.id, None)
         joined = self.open(batches[0].id, [live for batch in batches for live in batch.requests.values()])
+        joined.last_step = self._num_steps
         if not joined.requests:
             del self._batches[joined.id]
             return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pagedkv.adapters.tgi.call_order import OrderedStepLoop
+from pagedkv.adapters.tgi.ordered_service import OrderedService
 from pagedkv.adapters.tgi.rpc import SERVICE, service_handler
 from pagedkv.adapters.tgi.service import GenerationService
 from pagedkv.adapters.tgi.sockets import claim_socket_path, owner_only_files, parse_listen_address, shard_path
 from pagedkv.adapters.tgi.tls import read_server_credentials
 from pagedkv.plugin.config import ServerSection
+from pagedkv.plugin.distributed import ShardGroup
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.observer import Observers
@@ -49,6 +52,8 @@ class GenerationServer:
         config: addresses and limits. At least one of `uds_path` and `listen` is set.
         rank, num_shards: this server's place among the shards of one model; the socket is `uds_path-rank`.
         observers: as in `GenerationService`.
+        group: of the shards, where there are several: its connections give calls one order on all of them.
+        on_drain: called when another shard was asked to drain, which means all; call `drain` then.
 
     Raises:
         ConfigError: no address is set.
@@ -63,6 +68,8 @@ class GenerationServer:
         rank: int = 0,
         num_shards: int = 1,
         observers: Observers | None = None,
+        group: ShardGroup | None = None,
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         if not config.uds_path and not config.listen:
             raise ConfigError("the server has no address: set server.uds_path or server.listen")
@@ -70,6 +77,7 @@ class GenerationServer:
         self._socket_path = shard_path(config.uds_path, rank) if config.uds_path else ""
         self.tcp_address = ""
         """HOST:PORT once the server listens on TCP; with the real port if the config says port 0."""
+        step_loop = OrderedStepLoop() if group else None
         self.service = GenerationService(
             backend,
             tokenizer,
@@ -79,11 +87,12 @@ class GenerationServer:
             cache_salt_metadata_key=config.cache_salt_metadata_key,
             rank=rank,
             num_shards=num_shards,
-            # All shards must end the same batches at the same step, and their clocks differ.
-            abandoned_batch_timeout_s=config.abandoned_batch_timeout_s if num_shards == 1 else math.inf,
+            abandoned_batch_timeout_s=config.abandoned_batch_timeout_s,
             has_prompts_in_log=config.log_prompts,
             observers=observers,
+            step_loop=step_loop,
         )
+        self._ordered = OrderedService(self.service, step_loop, group, on_drain) if group and step_loop else None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: grpc.aio.Server | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -108,19 +117,21 @@ class GenerationServer:
                 ("grpc.so_reuseport", 0),  # Two servers on one port would share its calls at random.
             ]
         )
-        server.add_generic_rpc_handlers((service_handler(self.service),))
+        server.add_generic_rpc_handlers((service_handler(self._ordered or self.service),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await self._publish_health()
         self._bind(server)
         self._server = server
+        if self._ordered:
+            await self._ordered.open()
         await server.start()
         self._watcher = asyncio.create_task(self._watch())
 
     async def warm_up(self, limits: WarmupLimits) -> Capacity:
         """Calls `GenerationService.warm_up`, for a server without a router to send a Warmup."""
-        return await self.service.warm_up(limits)
+        return await (self._ordered or self.service).warm_up(limits)
 
     async def drain(self, timeout_s: float) -> bool:
         """Fails Health and refuses new requests, and waits until the running ones have ended.
@@ -128,6 +139,10 @@ class GenerationServer:
         Returns:
             Whether all of them ended within `timeout_s`. `stop` ends the others.
         """
+        if self._ordered:
+            await self._ordered.begin_drain()
+            await self._publish_health()
+            return await self._ordered.wait_until_drained(timeout_s)
         self.service.begin_drain()
         await self._publish_health()
         deadline_s = time.monotonic() + timeout_s
@@ -141,6 +156,8 @@ class GenerationServer:
             self._watcher.cancel()
         if self._server is not None:
             await self._server.stop(grace=_LAST_ANSWERS_S)
+        if self._ordered:
+            self._ordered.close()
         await self.service.close()
 
     async def __aenter__(self) -> Self:
@@ -168,7 +185,7 @@ class GenerationServer:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            await self.service.end_abandoned()
+            await (self._ordered or self.service).end_abandoned()
             await self.service.check_when_idle()
             await self._publish_health()
 

@@ -68,6 +68,8 @@ class GenerationService:
         cache_salt_metadata_key: the metadata key of a Prefill that holds the cache salt of its prompts; "" for none.
         has_prompts_in_log: whether the log line of an ended request includes its prompt.
         observers: called for requests and steps, in addition to the log.
+        step_loop: runs the steps; closed by `close`. On one of several shards it gives them one order on all: then
+            what a job decides must be a function of the jobs before it, never of a clock.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class GenerationService:
         cache_salt_metadata_key: str = "",
         has_prompts_in_log: bool = False,
         observers: Observers | None = None,
+        step_loop: StepLoop | None = None,
     ) -> None:
         self.urls = list(urls)
         self._info = backend.info
@@ -94,7 +97,7 @@ class GenerationService:
         observers = observers or Observers()
         self._observers = replace(observers, requests=(RequestLog(), *observers.requests))
         self._runner = BatchRunner(backend, rank, num_shards, self._observers)
-        self._loop = StepLoop()
+        self._loop = step_loop or StepLoop()
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
         self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
@@ -156,10 +159,15 @@ class GenerationService:
             logger.critical("the check of the cache's bookkeeping failed", exc_info=error)
             self._integrity_fault = error
 
-    async def end_abandoned(self) -> None:
-        """Ends batches that no call has named for `abandoned_batch_timeout_s`."""
-        if not self._loop.busy_s() and self._runner.find_abandoned(self._abandoned_batch_timeout_s):
-            await self._loop.run(functools.partial(self._runner.end_abandoned, self._abandoned_batch_timeout_s))
+    def find_abandoned(self) -> list[tuple[int, int]]:
+        """Batches that no call has named for `abandoned_batch_timeout_s`: id, and number of the last step of each."""
+        return [] if self._loop.busy_s() else self._runner.find_abandoned(self._abandoned_batch_timeout_s)
+
+    async def end_abandoned(self, batches: Sequence[tuple[int, int]] | None = None) -> None:
+        """Ends these batches, None: those that `find_abandoned` finds; not those that a call has named since."""
+        abandoned = self.find_abandoned() if batches is None else batches
+        if abandoned:
+            await self._loop.run(functools.partial(self._runner.end_abandoned, abandoned))
 
     async def close(self) -> None:
         """Ends every request and stops the threads. The backend stays open. A second call does nothing."""

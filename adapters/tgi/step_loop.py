@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,15 @@ class StepLoop:
         If the caller is cancelled, a job that has not started is removed from the queue; one that has started runs to
         its end.
         """
-        return await asyncio.wrap_future(self._executor.submit(self._timed, job))
+        return await asyncio.wrap_future(self.submit(job))
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Queues a job; the future has its result or error."""
+        return self._executor.submit(self._timed, job)
 
     def post(self, job: Callable[[], object]) -> None:
         """Queues a job without waiting for it. Its error is logged."""
-        self._executor.submit(self._timed, job).add_done_callback(
+        self.submit(job).add_done_callback(
             lambda future: None if (error := future.exception()) is None else _log_failure(error)
         )
 

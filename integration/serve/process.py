@@ -21,7 +21,7 @@ from pagedkv.integration.serve.shards import joined_shards
 from pagedkv.integration.serve.weights import find_model_directory
 from pagedkv.plugin.assemble import Assembly, assemble
 from pagedkv.plugin.config import AUTO, ENVIRONMENT_PREFIX, Config
-from pagedkv.plugin.distributed import ShardInfo
+from pagedkv.plugin.distributed import ShardGroup, ShardInfo
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
 from pagedkv.plugin.resolved_config import ResolvedConfig
@@ -114,12 +114,12 @@ def run_server(
     """
     _check_addresses(config, rank)
     shard = ShardInfo(rank, num_shards)
-    with open_observers(config, shard) as observers, joined_shards(config, shard):
+    with open_observers(config, shard) as observers, joined_shards(config, shard) as group:
         assembly = assemble(config)
         _log_config(assembly.config, config, observers.metrics_url)
         _warn_of_surroundings(config, rank)
         try:
-            return asyncio.run(_serve(assembly, config, announce, observers))
+            return asyncio.run(_serve(assembly, config, announce, observers, group))
         finally:
             assembly.backend.close()
 
@@ -150,9 +150,14 @@ def _warn_of_surroundings(config: Config, rank: int) -> None:
 
 
 async def _serve(
-    assembly: Assembly, config: Config, announce: Callable[[ServerSummary], None] | None, observers: ServerObservers
+    assembly: Assembly,
+    config: Config,
+    announce: Callable[[ServerSummary], None] | None,
+    observers: ServerObservers,
+    group: ShardGroup | None,
 ) -> int:
     backend, shard = assembly.backend, observers.shard
+    stop_asked = asyncio.Event()
     server = GenerationServer(
         backend,
         assembly.tokenizer,
@@ -160,10 +165,12 @@ async def _serve(
         rank=shard.rank,
         num_shards=shard.num_shards,
         observers=observers.observe(backend),
+        group=group,
+        on_drain=stop_asked.set,
     )
     if observers.metrics:
         observers.metrics.attach(server.service)
-    stop_asked = _watch_signals()
+    _watch_signals(stop_asked.set)
     await server.start()
     try:
         if announce is not None:
@@ -188,21 +195,21 @@ async def _stop(server: GenerationServer) -> None:
         _exit_now(EXIT_CUT_OFF)
 
 
-def _watch_signals() -> asyncio.Event:
-    """Returns an event that the first signal sets. The second signal ends the process."""
-    asked = asyncio.Event()
+def _watch_signals(stop: Callable[[], None]) -> None:
+    """Calls `stop` at the first signal. The second signal ends the process."""
+    signals: list[signal.Signals] = []
 
     def on_signal(number: signal.Signals) -> None:
-        if asked.is_set():
+        if signals:
             logger.warning("%s again: ending at once", number.name)
             _exit_now(128 + number)
         logger.info("%s", number.name)
-        asked.set()
+        signals.append(number)
+        stop()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return asked
 
 
 def _exit_now(code: int) -> None:

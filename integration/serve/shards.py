@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from pagedkv.plugin.config import AUTO, Config
-from pagedkv.plugin.distributed import ShardInfo, join_shards
+from pagedkv.plugin.distributed import ShardGroup, ShardInfo, join_shards
 from pagedkv.plugin.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,9 @@ DEFAULT_PORT = 29500
 
 
 @contextmanager
-def joined_shards(config: Config, shard: ShardInfo, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def joined_shards(
+    config: Config, shard: ShardInfo, environ: MutableMapping[str, str] = os.environ
+) -> Iterator[ShardGroup | None]:
     """Context manager in which this process is one of the shards of a model. Does nothing for a single process.
 
     Reads MASTER_ADDR and MASTER_PORT. When another shard fails or ends, this process ends with EXIT_SHARD_FAILED.
@@ -35,7 +37,7 @@ def joined_shards(config: Config, shard: ShardInfo, environ: MutableMapping[str,
         ShardError: other shards did not join in time.
     """
     if shard.num_shards == 1:
-        yield
+        yield None
         return
     refuse_tcp(config)
     group = join_shards(
@@ -47,7 +49,7 @@ def joined_shards(config: Config, shard: ShardInfo, environ: MutableMapping[str,
         step_timeout_s=config.server.stuck_step_timeout_s,
     )
     try:
-        yield
+        yield group
     except Exception as error:
         group.leave(failure=f"{type(error).__name__}: {error}")
         raise

@@ -1,0 +1,96 @@
+"""Messages between the shards of a model, over the connections from rank 0 to each other rank, on one event loop.
+
+A message is a small JSON header and bytes. Each connection delivers messages whole and in the order in which they were
+sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Receive = Callable[[list[Any], bytes], None]
+"""Called with the header and the bytes of each message, on the event loop."""
+
+_LENGTH_BYTES = 4
+_CLOSING = ["closing"]
+"""Header of the last message of an end that closes in order."""
+
+
+class CallChannel:
+    """One shard's ends of the connections.
+
+    Args:
+        connections: connected sockets by rank. The channel owns them once it is open.
+        on_lost: called, on the event loop, with the rank whose connection ended while the channel was open.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], on_lost: Callable[[int], None]) -> None:
+        self._connections = connections
+        self._on_lost = on_lost
+        self._transports: list[asyncio.Transport] = []
+
+    async def open(self, receive: Receive) -> None:
+        """Starts to receive; messages that arrived before are delivered now."""
+        loop = asyncio.get_running_loop()
+        for rank, connection in self._connections.items():
+            make = functools.partial(_Frames, receive, functools.partial(self._report_loss, rank))
+            transport, _ = await loop.create_connection(make, sock=connection)
+            self._transports.append(transport)
+
+    def send(self, header: Sequence[Any], content: bytes = b"") -> None:
+        """Sends a message to every connected rank. Returns at once; what the network does not take yet is queued."""
+        head = json.dumps(header, separators=(",", ":")).encode()
+        lengths = len(head).to_bytes(_LENGTH_BYTES, "big") + len(content).to_bytes(_LENGTH_BYTES, "big")
+        frame = b"".join((lengths, head, content))
+        for transport in self._transports:
+            transport.write(frame)
+
+    def close(self) -> None:
+        """Closes the connections, after what is queued has been sent: no loss for the others. A second call does
+        nothing."""
+        self.send(_CLOSING)
+        transports, self._transports = self._transports, []
+        for transport in transports:
+            transport.close()
+
+    def _report_loss(self, rank: int) -> None:
+        if self._transports:
+            self._on_lost(rank)
+
+
+class _Frames(asyncio.Protocol):
+    def __init__(self, receive: Receive, on_lost: Callable[[], None]) -> None:
+        self._receive = receive
+        self._on_lost = on_lost
+        self._received = bytearray()
+        self._is_closing = False
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (frame := self._take_frame()) is not None:
+            header, content = json.loads(frame[0]), frame[1]
+            self._is_closing |= header == _CLOSING
+            if not self._is_closing:
+                self._receive(header, content)
+
+    def _take_frame(self) -> tuple[bytes, bytes] | None:
+        received = self._received
+        if len(received) < 2 * _LENGTH_BYTES:
+            return None
+        head = int.from_bytes(received[:_LENGTH_BYTES], "big")
+        body = int.from_bytes(received[_LENGTH_BYTES : 2 * _LENGTH_BYTES], "big")
+        start, end = 2 * _LENGTH_BYTES, 2 * _LENGTH_BYTES + head + body
+        if len(received) < end:
+            return None
+        frame = bytes(received[start : start + head]), bytes(received[start + head : end])
+        del received[:end]
+        return frame
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._is_closing:
+            self._on_lost()
