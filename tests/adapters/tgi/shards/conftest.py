@@ -89,9 +89,7 @@ def make_request(request_id: int, text: str, max_new_tokens: int) -> pb.Request:
 
 
 def make_prefill(batch_id: int, requests: Sequence[pb.Request], running: pb.CachedBatch | None = None) -> Any:
-    return pb.PrefillRequest(
-        batch=pb.Batch(id=batch_id, requests=requests, size=len(requests)), cached_batch=running
-    )
+    return pb.PrefillRequest(batch=pb.Batch(id=batch_id, requests=requests, size=len(requests)), cached_batch=running)
 
 
 _model = TokenModel()
