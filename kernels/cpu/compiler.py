@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from pagedkv.plugin.errors import PagedKVError
 
@@ -53,23 +54,36 @@ def load_library(extra_flags: tuple[str, ...] = (), name: str = "attention") -> 
     Raises:
         CompilerError: there is no compiler, or it failed.
     """
+    try:
+        return ctypes.CDLL(str(build_library(extra_flags, name)))
+    except OSError as error:
+        raise CompilerError(f"the compiled kernels can't be kept or loaded: {error}") from error
+
+
+def build_library(extra_flags: tuple[str, ...] = (), name: str = "attention") -> Path:
+    """The file of the compiled kernels, which need not run on this CPU. Arguments and errors are those of
+    `load_library`, and OSError where the file can't be written."""
     if not sys.platform.startswith("linux"):
         raise CompilerError(f"the C kernels are for Linux, not {sys.platform}")
     compiler = _find_compiler()
     openmp = _find_openmp()
     flags = (*OPTIMIZATION_FLAGS, *native_flags(), *extra_flags, *LIBRARY_FLAGS)
-    try:
-        path = _cache_dir() / f"{name}-{_fingerprint(compiler, flags, openmp)}.so"
-        if not path.exists():
-            _build(SOURCES[name], compiler, flags, openmp, path)
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise CompilerError(f"the compiled kernels can't be kept or loaded: {error}") from error
+    path = _cache_dir() / f"{name}-{_fingerprint(compiler, flags, openmp)}.so"
+    if not path.exists():
+        _build_once(SOURCES[name], compiler, flags, openmp, path)
+    return path
 
 
-def compile_object(source: Path, target: Path, flags: Sequence[str]) -> None:
+def _compile_object(source: Path, target: Path, flags: Sequence[str]) -> None:
     """Compiles one C file. Raises CompilerError, with the compiler's output, if it fails."""
     _run([_find_compiler(), *flags, "-c", str(source), "-o", str(target)])
+
+
+def _build_once(sources: Path, compiler: str, flags: Sequence[str], openmp: Path | None, path: Path) -> None:
+    """Processes that need a library at the same time, as shards do, wait for the one that compiles it."""
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            _build(sources, compiler, flags, openmp, path)
 
 
 def _build(sources: Path, compiler: str, flags: Sequence[str], openmp: Path | None, path: Path) -> None:
@@ -78,7 +92,7 @@ def _build(sources: Path, compiler: str, flags: Sequence[str], openmp: Path | No
         objects = []
         for source in sorted(sources.glob("*.c")):
             objects.append(Path(build_dir) / f"{source.stem}.o")
-            compile_object(source, objects[-1], flags)
+            _compile_object(source, objects[-1], flags)
         library = Path(build_dir) / path.name
         # With the runtime's file name instead of -fopenmp, the loader uses the runtime that torch has loaded.
         runtime = [str(openmp)] if openmp else ["-fopenmp"]

@@ -125,8 +125,8 @@ def test_second_failure_waits_until_the_handler_of_the_first_is_through() -> Non
     threading.Timer(0.1, can_end.set).start()
     failure_detector.fail("rank 0 has decided differently")
     assert handled == ["rank 1 has decided differently"]
-    failure_detector.leave()
     peer.leave()
+    failure_detector.leave()
 
 
 def test_leaving_in_order_is_no_failure(ends) -> None:
