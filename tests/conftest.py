@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.integration.demo_model import ensure_demo_model
 
+pytest_plugins = ["longest_first"]
+
 settings.register_profile("fast", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.register_profile(
     "thorough",

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pagedkv.integration import quickstart
 
 
+@pytest.mark.slow
 def test_quickstart_shows_a_prefix_hit_that_the_contiguous_backend_has_not(demo_model: Path) -> None:
     done = subprocess.run(
         [sys.executable, quickstart.__file__], capture_output=True, text=True, timeout=290, check=False

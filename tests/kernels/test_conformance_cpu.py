@@ -21,6 +21,7 @@ class TestCpuKernels(KernelsConformance):
 class _OtherBuild(KernelsConformance):
     """The same source with other flags."""
 
+    pytestmark = pytest.mark.slow
     kernels_name = "cpu"
     profile = REDUCED
     compiler_flags: ClassVar[tuple[str, ...]]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 TRACES = (
     "11c_top_n_with_sampling",
     "14a_temperature",

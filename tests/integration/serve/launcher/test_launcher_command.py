@@ -138,6 +138,7 @@ class TestShim:
         assert done.stderr.splitlines()[-1] == "Error: No such option: --no-such"
 
 
+@pytest.mark.slow
 def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
     launched: Callable[..., Any], demo_model: Path
 ) -> None:
