@@ -266,7 +266,11 @@ class Scheduler(Protocol):
         """Makes a scheduler that owns the cache manager. `num_cache_tokens` is the size of the empty cache."""
 
     def add(self, sequence: NewSequence) -> None:
-        """Queues a sequence. Raises CapacityError if even an empty cache could not hold it to its end."""
+        """Queues a sequence and keeps its `token_ids`, the caller's own growing list, by reference.
+
+        Raises:
+            CapacityError: even an empty cache could not hold the sequence to its end.
+        """
 
     def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
         """Decides the next step and takes the blocks for it. The plan is committed or failed before the next call.
@@ -276,8 +280,11 @@ class Scheduler(Protocol):
             max_chunk_tokens: limits the tokens of all sequences with more than one token left; at least 1.
         """
 
-    def commit(self, plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: Collection[RequestId]) -> None:
-        """Records that a plan ran: counts its tokens as computed, appends new tokens, releases finished sequences."""
+    def commit(self, plan: StepPlan, finished: Collection[RequestId]) -> None:
+        """Records that a plan ran: counts its tokens as computed and releases finished sequences.
+
+        The caller has appended the sampled token of each row that is a last chunk to that sequence's `token_ids`.
+        """
 
     def fail(self, plan: StepPlan) -> None:
         """Records that a plan failed: releases its sequences; none of its new blocks becomes findable."""

@@ -1,9 +1,20 @@
-"""A scheduler's plan for one step. A sequence is a request that a backend has accepted; both have the same id."""
+"""A scheduler's plan for one step. A sequence is a request that a backend has accepted; both have the same id.
+
+A sequence has one list of token ids. The backend owns it and is the only one that appends to it: each sampled token,
+before `Scheduler.commit`. Scheduler and cache manager keep that list by reference. Beside it each of the three has a
+state of its own, because each is a plugin that can be replaced alone:
+
+- the backend (`LiveSequence`): the tokens, how the request samples, and what its outputs report;
+- the scheduler (`SequenceProgress`): its place in the queue, and how many of the tokens are computed;
+- the cache manager (`SequenceBlocks`): the block table, and the names of the full blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress, count
+from operator import ne
 from typing import NewType
 
 from pagedkv.plugin.requests import CacheNamespace, RequestId
@@ -16,7 +27,9 @@ class NewSequence:
     """A sequence that is added to the scheduler."""
 
     id: RequestId
-    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    """The caller's list of known tokens: the prompt when the sequence is added. The caller appends each sampled token
+    before it commits the step. Keep the list, do not copy it, and never change it."""
     max_new_tokens: int
     namespace: CacheNamespace
     parent_id: RequestId | None = None
@@ -62,3 +75,13 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.scheduled)
+
+
+def count_common_tokens(first: Sequence[int], second: Sequence[int], max_tokens: int) -> int:
+    """Returns the length of the common beginning of two sequences, at most `max_tokens`.
+
+    >>> count_common_tokens([1, 2, 3], [1, 2, 4, 5], 9)
+    2
+    """
+    head, other = first[:max_tokens], second[:max_tokens]
+    return next(compress(count(), map(ne, head, other)), min(len(head), len(other)))

@@ -122,18 +122,21 @@ class PagedBackend:
         pool = self._require_pool()
         max_input_tokens, max_total_tokens = pool.limits.max_input_tokens, pool.limits.max_total_tokens
         validate_requests(requests, self._sequences, self._model.spec.vocab_size, max_input_tokens, max_total_tokens)
+        sequences = [
+            LiveSequence.create(request, arrival, self._agreement.derive_seed(arrival))
+            for arrival, request in enumerate(requests, self._counters.num_requests)
+        ]
         queued: list[RequestId] = []
         try:
-            for request in requests:
-                pool.scheduler.add(_describe_sequence(request))
-                queued.append(request.id)
+            for sequence in sequences:
+                pool.scheduler.add(_describe_sequence(sequence))
+                queued.append(sequence.id)
         except CapacityError:
             pool.scheduler.abort(queued)
             raise
-        for request in requests:
-            arrival = self._counters.num_requests
-            self._sequences[request.id] = LiveSequence.create(request, arrival, self._agreement.derive_seed(arrival))
-            self._counters.count_request(request)
+        for sequence in sequences:
+            self._sequences[sequence.id] = sequence
+            self._counters.count_request(sequence.request)
 
     def step(self, only: Collection[RequestId] | None = None) -> list[StepOutput]:
         plan = self.schedule(only)
@@ -179,8 +182,7 @@ class PagedBackend:
         in_order = sorted(sampled, key=lambda id_: self._sequences[id_].arrival)
         outputs = [self._take_token(self._sequences[id_], sampled[id_]) for id_ in in_order]
         finished = [output.request_id for output in outputs if output.finish_reason]
-        new_tokens = {id_: sampled[id_].token.token_id for id_ in in_order}
-        self._require_pool().scheduler.commit(plan, new_tokens, finished)
+        self._require_pool().scheduler.commit(plan, finished)
         for id_ in finished:
             del self._sequences[id_]
         self._counters.count_step(outputs, plan.num_tokens - num_decode_tokens, num_decode_tokens)
@@ -295,10 +297,11 @@ class PagedBackend:
         return self._pool
 
 
-def _describe_sequence(request: Request) -> NewSequence:
+def _describe_sequence(sequence: LiveSequence) -> NewSequence:
+    request = sequence.request
     return NewSequence(
         request.id,
-        request.prompt_ids,
+        sequence.token_ids,
         request.params.max_new_tokens,
         request.namespace,
         request.parent_id,

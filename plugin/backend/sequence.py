@@ -1,11 +1,14 @@
-"""The paged backend's state of a live request: its tokens, its sampling row, and what was reported."""
+"""The paged backend's state of a live request: its tokens, its sampling row, and what was reported.
+
+`pagedkv.plugin.step_plan` says what scheduler and cache manager keep of it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from pagedkv.plugin.requests import Request
+from pagedkv.plugin.requests import Request, RequestId
 from pagedkv.plugin.sampling.sampler import SamplingRow
 
 
@@ -16,8 +19,7 @@ class LiveSequence:
     """Number of the request in this backend. Outputs are in this order."""
     sampling: SamplingRow
     token_ids: list[int]
-    """Prompt and generated tokens; the same list as the sampling row's."""
-    num_prompt_tokens: int
+    """Prompt and generated tokens. Only the backend appends; sampler, scheduler and cache manager keep this list."""
     seed: int | None
     """The seed that outputs report; None for greedy requests."""
     wants_prefill_logprobs: bool
@@ -39,14 +41,21 @@ class LiveSequence:
             arrival,
             sampling,
             sampling.token_ids,
-            sampling.num_prompt_tokens,
             sampling.seed if params.is_sampled else None,
             params.prefill_logprobs,
         )
 
     @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.sampling.num_prompt_tokens
+
+    @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.sampling.num_generated_tokens
 
     def extend_prefill_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Adds the log-probabilities of prompt tokens from a chunk that begins at `start`.

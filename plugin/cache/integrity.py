@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pagedkv.plugin.cache.block_names import NAME_BYTES
 from pagedkv.plugin.cache.block_pool import BlockPool
 from pagedkv.plugin.cache.prefix_index import PrefixIndex
-from pagedkv.plugin.cache.sequence import CachedSequence
+from pagedkv.plugin.cache.sequence import SequenceBlocks
 from pagedkv.plugin.errors import IntegrityError
 
 
 def check_integrity(
-    sequences: Collection[CachedSequence], pool: BlockPool, index: PrefixIndex, block_size: int
+    sequences: Collection[SequenceBlocks], pool: BlockPool, index: PrefixIndex, block_size: int
 ) -> None:
     """Compares the pool and the index with the open sequences.
 
@@ -32,7 +32,7 @@ def check_integrity(
             raise IntegrityError(f"block {block} has a name, but is free")
 
 
-def count_used_slots(sequences: Iterable[CachedSequence], block_size: int) -> int:
+def count_used_slots(sequences: Iterable[SequenceBlocks], block_size: int) -> int:
     """Slots that hold a token of a sequence, or of a copy that has not run; a shared block counts once."""
     num_filled: dict[int, int] = {}
     for sequence in sequences:
@@ -45,17 +45,17 @@ def count_used_slots(sequences: Iterable[CachedSequence], block_size: int) -> in
     return sum(num_filled.values())
 
 
-def _held_blocks(sequence: CachedSequence) -> Iterator[int]:
+def _held_blocks(sequence: SequenceBlocks) -> Iterator[int]:
     yield from sequence.block_table
     if sequence.copy_source is not None:
         yield sequence.copy_source
 
 
-def _expected_names(sequence: CachedSequence) -> list[bytes]:
+def _expected_names(sequence: SequenceBlocks) -> list[bytes]:
     return sequence.names.names[sequence.num_published_blocks : sequence.num_expected_blocks]
 
 
-def _check_table(sequence: CachedSequence, block_size: int) -> None:
+def _check_table(sequence: SequenceBlocks, block_size: int) -> None:
     table = sequence.block_table
     if len(set(table)) != len(table):
         raise IntegrityError(f"a block is twice in one block table: {table.tolist()}")
@@ -65,7 +65,7 @@ def _check_table(sequence: CachedSequence, block_size: int) -> None:
         )
 
 
-def _check_names(sequence: CachedSequence, index: PrefixIndex, block_size: int) -> None:
+def _check_names(sequence: SequenceBlocks, index: PrefixIndex, block_size: int) -> None:
     num_full_blocks = sequence.num_computed_tokens // block_size
     for position, block in enumerate(sequence.block_table):
         payload = index.find_payload(block)

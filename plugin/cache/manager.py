@@ -13,12 +13,12 @@ from pagedkv.plugin.cache.block_names import BlockNames, hash_root
 from pagedkv.plugin.cache.block_pool import BlockPool
 from pagedkv.plugin.cache.integrity import check_integrity, count_used_slots
 from pagedkv.plugin.cache.prefix_index import PrefixIndex
-from pagedkv.plugin.cache.sequence import CachedSequence, count_common_tokens, count_unfilled_slots
+from pagedkv.plugin.cache.sequence import SequenceBlocks, count_unfilled_slots
 from pagedkv.plugin.errors import IntegrityError, RequestError
 from pagedkv.plugin.interface import BlockGrant, BlockPlan
 from pagedkv.plugin.requests import CacheNamespace, RequestId
 from pagedkv.plugin.stats import CacheStats
-from pagedkv.plugin.step_plan import BlockCopy, BlockId
+from pagedkv.plugin.step_plan import BlockCopy, BlockId, count_common_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +42,7 @@ class PagedCacheManager:
         self._kv_dtype_name = kv_dtype_name
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex()
-        self._sequences: dict[RequestId, CachedSequence] = {}
+        self._sequences: dict[RequestId, SequenceBlocks] = {}
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._num_evictions = 0
@@ -67,7 +67,7 @@ class PagedCacheManager:
         if seq_id in self._sequences:
             raise IntegrityError(f"sequence {seq_id} is opened, but it is open already")
         root = hash_root(namespace, self._kv_dtype_name, self._block_size) if self._has_prefix_cache else b""
-        self._sequences[seq_id] = CachedSequence(
+        self._sequences[seq_id] = SequenceBlocks(
             token_ids,
             namespace,
             BlockNames(token_ids, root, self._block_size),
@@ -194,7 +194,7 @@ class PagedCacheManager:
         if self.stats().num_used_slots != count_used_slots(self._sequences.values(), self._block_size):
             raise IntegrityError("num_used_slots differs from a count over all block tables")
 
-    def _find(self, seq_id: RequestId) -> CachedSequence:
+    def _find(self, seq_id: RequestId) -> SequenceBlocks:
         try:
             return self._sequences[seq_id]
         except KeyError:
@@ -203,18 +203,18 @@ class PagedCacheManager:
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _max_reusable_blocks(self, sequence: CachedSequence) -> int:
+    def _max_reusable_blocks(self, sequence: SequenceBlocks) -> int:
         if sequence.block_table or not sequence.may_reuse_prefix or not self._has_prefix_cache:
             return 0
         return max(0, len(sequence.token_ids) - 1) // self._block_size
 
-    def _count_missing_blocks(self, sequence: CachedSequence, num_tokens: int, hits: list[int]) -> int:
+    def _count_missing_blocks(self, sequence: SequenceBlocks, num_tokens: int, hits: list[int]) -> int:
         num_held = len(sequence.block_table) or len(hits)
         num_needed = max(0, self._count_blocks(num_tokens) - num_held) + self._needs_copy(sequence, num_tokens)
         num_available = self._pool.num_free + self._pool.num_cached - sum(map(self._pool.is_cached, hits))
         return max(0, num_needed - num_available)
 
-    def _needs_copy(self, sequence: CachedSequence, num_tokens: int) -> bool:
+    def _needs_copy(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
         """Whether the next token goes into a block that others hold or can find.
 
         Only the block in which the computed tokens end can be shared: a fork shares nothing after it, and a prefix hit
@@ -226,7 +226,7 @@ class PagedCacheManager:
         block = sequence.block_table[index]
         return self._pool.ref_counts[block] > 1 or self._index.is_named(block)
 
-    def _take_hits(self, sequence: CachedSequence, hits: list[int]) -> None:
+    def _take_hits(self, sequence: SequenceBlocks, hits: list[int]) -> None:
         """Adds references to the hits before any block is evicted, so that no hit is evicted."""
         if sequence.is_counted and not sequence.block_table and sequence.may_reuse_prefix and self._has_prefix_cache:
             self._num_queried_tokens += len(sequence.token_ids)
@@ -239,7 +239,7 @@ class PagedCacheManager:
             sequence.num_computed_tokens = len(hits) * self._block_size
             self._mark_published(sequence, len(hits))
 
-    def _copy_on_write(self, sequence: CachedSequence) -> BlockCopy:
+    def _copy_on_write(self, sequence: SequenceBlocks) -> BlockCopy:
         index = sequence.num_computed_tokens // self._block_size
         source = sequence.block_table[index]
         (target,) = self._allocate(1)
@@ -249,7 +249,7 @@ class PagedCacheManager:
         self._num_copies += 1
         return BlockCopy(BlockId(source), BlockId(target))
 
-    def _grow(self, sequence: CachedSequence, num_tokens: int) -> None:
+    def _grow(self, sequence: SequenceBlocks, num_tokens: int) -> None:
         num_new_blocks = self._count_blocks(num_tokens) - len(sequence.block_table)
         if num_new_blocks > 0:
             sequence.block_table.extend(self._allocate(num_new_blocks))
@@ -263,7 +263,7 @@ class PagedCacheManager:
             self._num_evictions += 1
         return self._pool.allocate(num_blocks)
 
-    def _share_blocks(self, parent: CachedSequence, child: CachedSequence, num_tokens: int) -> None:
+    def _share_blocks(self, parent: SequenceBlocks, child: SequenceBlocks, num_tokens: int) -> None:
         shared = parent.block_table[: self._count_blocks(num_tokens)]
         copied_index = parent.num_computed_tokens // self._block_size
         if parent.copy_source is not None and copied_index < len(shared):
@@ -276,7 +276,7 @@ class PagedCacheManager:
         self._mark_published(child, num_tokens // self._block_size)
         parent.num_writable_tokens = 0
 
-    def _expect_blocks(self, sequence: CachedSequence) -> None:
+    def _expect_blocks(self, sequence: SequenceBlocks) -> None:
         """Tells the index which blocks the sequence will fill with the tokens known by now."""
         start = max(sequence.num_published_blocks, sequence.num_expected_blocks)
         end = len(sequence.token_ids) // self._block_size
@@ -285,12 +285,12 @@ class PagedCacheManager:
             self._index.expect(sequence.names.names[start:end])
             sequence.num_expected_blocks = end
 
-    def _stop_expecting_blocks(self, sequence: CachedSequence, end: int) -> None:
+    def _stop_expecting_blocks(self, sequence: SequenceBlocks, end: int) -> None:
         start, end = sequence.num_published_blocks, min(end, sequence.num_expected_blocks)
         if start < end:
             self._index.stop_expecting(sequence.names.names[start:end])
 
-    def _publish_blocks(self, sequence: CachedSequence) -> None:
+    def _publish_blocks(self, sequence: SequenceBlocks) -> None:
         """Adds the blocks that are full by now to the index. A block whose name is taken is not added."""
         num_full_blocks = sequence.num_computed_tokens // self._block_size
         names = sequence.names
@@ -300,12 +300,12 @@ class PagedCacheManager:
         self._stop_expecting_blocks(sequence, num_full_blocks)
         self._mark_published(sequence, num_full_blocks)
 
-    def _mark_published(self, sequence: CachedSequence, num_blocks: int) -> None:
+    def _mark_published(self, sequence: SequenceBlocks, num_blocks: int) -> None:
         if self._has_prefix_cache:
             sequence.num_published_blocks = num_blocks
             sequence.publish_at_tokens = (num_blocks + 1) * self._block_size
 
-    def _publish_or_touch(self, sequence: CachedSequence, index: int) -> None:
+    def _publish_or_touch(self, sequence: SequenceBlocks, index: int) -> None:
         """Keeps the content of a full block without a name findable after the sequence's end.
 
         Another block had the name when this one was filled. That block is marked as recently used; if it has been
@@ -320,7 +320,7 @@ class PagedCacheManager:
         else:
             self._pool.touch(named_block)
 
-    def _release_copy_source(self, sequence: CachedSequence) -> None:
+    def _release_copy_source(self, sequence: SequenceBlocks) -> None:
         source = sequence.copy_source
         assert source is not None, "callers ask first, to spare the call"
         sequence.copy_source = None

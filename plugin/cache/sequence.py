@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import compress, count
-from operator import ne
 
 from pagedkv.plugin.cache.block_names import BlockNames
 from pagedkv.plugin.requests import CacheNamespace
 
 
-class CachedSequence:
+class SequenceBlocks:
     """Block table and progress of a sequence. Only the cache manager changes it."""
 
     __slots__ = (
@@ -59,13 +57,7 @@ class CachedSequence:
         """The source block of a granted copy; referenced until the copy has run."""
 
 
-def count_common_tokens(first: Sequence[int], second: Sequence[int], max_tokens: int) -> int:
-    """Length of the common beginning of two sequences, at most `max_tokens`."""
-    head, other = first[:max_tokens], second[:max_tokens]
-    return next(compress(count(), map(ne, head, other)), min(len(head), len(other)))
-
-
-def count_unfilled_slots(sequences: Iterable[CachedSequence], ref_counts: Sequence[int], block_size: int) -> int:
+def count_unfilled_slots(sequences: Iterable[SequenceBlocks], ref_counts: Sequence[int], block_size: int) -> int:
     """Counts slots of used blocks that hold no token. Looks only at the ends of the block tables."""
     num_unfilled = 0
     # By shared block: the numbers of filled slots of those sequences that do not fill it.

@@ -211,6 +211,18 @@ class SchedulerConformance:
         harness.drain()
         harness.check_ended()
 
+    def test_tokens_are_the_callers_list_read_as_it_grows_and_never_changed(self) -> None:
+        harness = self.make_harness()
+        id_ = harness.add(range(6), 3)
+        sequence = harness.live[id_]
+        for num_known_tokens in (6, 7, 8):
+            assert len(sequence.token_ids) == num_known_tokens
+            (row,) = harness.schedule().scheduled
+            assert len(sequence.token_ids) == num_known_tokens
+            assert row.start + row.num_tokens == num_known_tokens, "the scheduler works on a stale copy of the tokens"
+            harness.finish_step()
+        harness.check_ended()
+
     def test_an_empty_plan_may_be_committed_or_dropped(self) -> None:
         harness = self.make_harness()
         assert not harness.step().scheduled

@@ -51,11 +51,13 @@ def generate_alone(
 
 
 @dataclass
-class LiveSequence:
+class ExpectedSequence:
     """The harness's own state of a sequence."""
 
     new: NewSequence
+    prompt_ids: tuple[int, ...]
     token_ids: list[int]
+    """The list that the scheduler got: only the harness may append to it."""
     num_computed_tokens: int = 0
     has_blocks: bool = False
     num_cached_tokens: int | None = None
@@ -65,7 +67,7 @@ class LiveSequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.new.prompt_ids)
+        return len(self.token_ids) - len(self.prompt_ids)
 
 
 class SchedulerHarness:
@@ -88,8 +90,8 @@ class SchedulerHarness:
         self.replicas = [make_replica() for _ in range(num_replicas)]
         self.scheduler, self.cache = self.replicas[0]
         self.vocab_size = vocab_size
-        self.live: dict[RequestId, LiveSequence] = {}
-        self.ended: dict[RequestId, LiveSequence] = {}
+        self.live: dict[RequestId, ExpectedSequence] = {}
+        self.ended: dict[RequestId, ExpectedSequence] = {}
         self.num_computed_tokens = 0
         """Total over all steps and sequences."""
         self._plans: list[StepPlan] = []
@@ -106,9 +108,10 @@ class SchedulerHarness:
         may_reuse_prefix: bool = True,
     ) -> RequestId:
         """Adds a sequence under a new id. Raises the scheduler's error, which must be the same in every replica."""
+        token_ids = list(prompt_ids)
         new = NewSequence(
             RequestId(self._num_ids),
-            tuple(prompt_ids),
+            token_ids,
             max_new_tokens,
             namespace or CacheNamespace(),
             parent_id,
@@ -117,7 +120,7 @@ class SchedulerHarness:
         for scheduler, _ in self.replicas:
             scheduler.add(new)
         self._num_ids += 1
-        self.live[new.id] = LiveSequence(new, list(prompt_ids))
+        self.live[new.id] = ExpectedSequence(new, tuple(prompt_ids), token_ids)
         return new.id
 
     def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
@@ -141,16 +144,19 @@ class SchedulerHarness:
         """Runs the scheduled step over the memory and commits it."""
         plan = self._plans[0]
         self._copy(plan)
-        new_tokens = {}
+        finished = []
         for row in plan.scheduled:
             token_id = self._run_row(row)
+            sequence = self.live[row.id]
             if row.is_last_chunk:
-                new_tokens[row.id] = token_id
-        finished = [id_ for id_ in new_tokens if self._is_last_token(self.live[id_])]
+                sequence.token_ids.append(token_id)
+                if sequence.num_generated_tokens == sequence.new.max_new_tokens:
+                    finished.append(row.id)
+        known = {id_: tuple(sequence.token_ids) for id_, sequence in self.live.items()}
         for (scheduler, _), replica_plan in zip(self.replicas, self._plans, strict=True):
-            scheduler.commit(replica_plan, new_tokens, finished)
-        for id_, token_id in new_tokens.items():
-            self.live[id_].token_ids.append(token_id)
+            scheduler.commit(replica_plan, finished)
+        for id_, token_ids in known.items():
+            assert tuple(self.live[id_].token_ids) == token_ids, "the scheduler changed the caller's list of tokens"
         for id_ in finished:
             self.ended[id_] = self.live.pop(id_)
         self.check_integrity()
@@ -191,8 +197,8 @@ class SchedulerHarness:
         """Checks that ended sequences have the right tokens, and that a scheduler without sequences holds no block."""
         for id_, sequence in self.ended.items():
             new = sequence.new
-            expected = generate_alone(new.prompt_ids, new.max_new_tokens, self.vocab_size, new.namespace)
-            generated = sequence.token_ids[len(new.prompt_ids) :]
+            expected = generate_alone(sequence.prompt_ids, new.max_new_tokens, self.vocab_size, new.namespace)
+            generated = sequence.token_ids[len(sequence.prompt_ids) :]
             assert generated == expected, f"sequence {id_} generated {generated}, alone it is {expected}"
         if not self.live:
             for scheduler, cache in self.replicas:
@@ -221,7 +227,7 @@ class SchedulerHarness:
         for row in plan.scheduled:
             self._check_row(row, self.live[row.id])
 
-    def _check_row(self, row: ScheduledSequence, sequence: LiveSequence) -> None:
+    def _check_row(self, row: ScheduledSequence, sequence: ExpectedSequence) -> None:
         end, num_tokens = row.start + row.num_tokens, len(sequence.token_ids)
         assert row.num_tokens > 0
         assert end <= num_tokens, f"row {row} ends past the {num_tokens} known tokens"
@@ -235,7 +241,7 @@ class SchedulerHarness:
         assert sequence.new.may_reuse_prefix or sequence.num_cached_tokens == 0
         sequence.has_blocks = True
 
-    def _lose_blocks(self, sequence: LiveSequence) -> None:
+    def _lose_blocks(self, sequence: ExpectedSequence) -> None:
         sequence.has_blocks = False
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
@@ -265,9 +271,6 @@ class SchedulerHarness:
     def _slots(self, row: ScheduledSequence, start: int, end: int) -> Iterable[int]:
         size = self.settings.block_size
         return [row.block_table[position // size] * size + position % size for position in range(start, end)]
-
-    def _is_last_token(self, sequence: LiveSequence) -> bool:
-        return sequence.num_generated_tokens + 1 == sequence.new.max_new_tokens
 
 
 def describe_plan(plan: StepPlan) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from pagedkv.plugin.interface import CacheManager
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.scheduler.draft import StepDraft
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
-from pagedkv.plugin.scheduler.sequence import SequenceState
+from pagedkv.plugin.scheduler.sequence import SequenceProgress
 
 
 class Decision(Enum):
@@ -25,7 +25,7 @@ class Admission:
     decision: Decision
     num_cached_tokens: int = 0
     """Tokens that need not be computed."""
-    fork_from: SequenceState | None = None
+    fork_from: SequenceProgress | None = None
     """The parent to share blocks with, if that gives more tokens than the prefix lookup."""
 
 
@@ -45,9 +45,9 @@ class AdmissionPolicy:
 
     def consider(
         self,
-        sequence: SequenceState,
-        running: Sequence[SequenceState],
-        live: Mapping[RequestId, SequenceState],
+        sequence: SequenceProgress,
+        running: Sequence[SequenceProgress],
+        live: Mapping[RequestId, SequenceProgress],
         draft: StepDraft,
     ) -> Admission:
         """Decides what to do with a waiting sequence now. Changes nothing."""
@@ -69,7 +69,7 @@ class AdmissionPolicy:
         has_room = plan.num_missing_blocks <= num_gained_blocks
         return Admission(Decision.ADMIT if has_room else Decision.NO_ROOM, num_forkable_tokens, parent)
 
-    def _num_slots_wanted(self, sequence: SequenceState, running: Sequence[SequenceState]) -> int:
+    def _num_slots_wanted(self, sequence: SequenceProgress, running: Sequence[SequenceProgress]) -> int:
         """Slots of the new sequence, and whole blocks for the growth of the running ones."""
         min_growth_tokens = self.block_size << sequence.num_preemptions
         is_careful = self.recompute_meter.is_exceeded
@@ -85,7 +85,7 @@ class AdmissionPolicy:
         return -(-num_tokens // self.block_size)
 
 
-def _num_tokens_grown(sequence: SequenceState, min_growth_tokens: int, is_careful: bool) -> int:
+def _num_tokens_grown(sequence: SequenceProgress, min_growth_tokens: int, is_careful: bool) -> int:
     num_growth_tokens = min_growth_tokens
     if is_careful:
         num_growth_tokens = max(num_growth_tokens, (sequence.max_cache_tokens - sequence.num_tokens) // 2)

@@ -11,7 +11,7 @@ PagedAttention" (SOSP 2023).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
@@ -21,7 +21,7 @@ from pagedkv.plugin.resolved_config import SchedulerSettings
 from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
 from pagedkv.plugin.scheduler.draft import StepDraft
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
-from pagedkv.plugin.scheduler.sequence import SequenceState
+from pagedkv.plugin.scheduler.sequence import SequenceProgress
 from pagedkv.plugin.stats import SchedulerStats
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
 
@@ -46,10 +46,10 @@ class ContinuousScheduler:
         self._max_step_tokens = config.max_step_tokens
         # Every running sequence may have one token left at the same time: all of them must fit into one step.
         self._max_num_running = min(config.max_num_sequences, config.max_step_tokens)
-        self._live: dict[RequestId, SequenceState] = {}
-        self._running: list[SequenceState] = []
+        self._live: dict[RequestId, SequenceProgress] = {}
+        self._running: list[SequenceProgress] = []
         """In order of arrival, like `_waiting`."""
-        self._waiting: list[SequenceState] = []
+        self._waiting: list[SequenceProgress] = []
         self._open_plan: StepPlan | None = None
         self._num_arrivals = 0
         self._num_steps = 0
@@ -71,7 +71,7 @@ class ContinuousScheduler:
         """
         max_cache_tokens = self._measure(sequence)
         parent = self._live.get(sequence.parent_id) if sequence.parent_id is not None else None
-        state = SequenceState.create(sequence, self._num_arrivals, max_cache_tokens, parent)
+        state = SequenceProgress.create(sequence, self._num_arrivals, max_cache_tokens, parent)
         self._cache.open(state.id, state.token_ids, state.namespace, may_reuse_prefix=state.may_reuse_prefix)
         self._num_arrivals += 1
         self._live[state.id] = state
@@ -103,19 +103,18 @@ class ContinuousScheduler:
         self._open_plan = plan if plan.scheduled else None
         return plan
 
-    def commit(self, plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: Collection[RequestId]) -> None:
+    def commit(self, plan: StepPlan, finished: Collection[RequestId]) -> None:
         """Records that a plan ran.
 
         Args:
-            new_tokens: the sampled token of each row that is a last chunk; optional for finished sequences.
-            finished: sequences of the plan that end with it.
+            finished: sequences of the plan that end with it; their last token need not be appended.
 
         Raises:
-            IntegrityError: this is not the open plan, or tokens do not match its rows; nothing has changed.
+            IntegrityError: this is not the open plan, or a row that samples has no new token; nothing has changed.
         """
         ended = frozenset(finished)
         self._refuse_other_plan(plan)
-        _refuse_wrong_result(plan, new_tokens, ended)
+        self._refuse_wrong_result(plan, ended)
         self._open_plan = None
         num_recomputed_tokens = 0
         for row in plan.scheduled:
@@ -124,8 +123,6 @@ class ContinuousScheduler:
             self._cache.commit(sequence.id, sequence.num_computed_tokens)
             if row.id in ended:
                 self._remove(sequence)
-            elif row.is_last_chunk:
-                sequence.token_ids.append(new_tokens[row.id])
         self._recompute_meter.count(plan.num_tokens, num_recomputed_tokens)
 
     def fail(self, plan: StepPlan) -> None:
@@ -154,13 +151,13 @@ class ContinuousScheduler:
     def _measure(self, new: NewSequence) -> int:
         if new.id in self._live:
             raise DuplicateRequestError(f"request {new.id} is running already; ids are free again after the end")
-        if not new.prompt_ids:
+        if not new.token_ids:
             raise RequestError(f"request {new.id}: the prompt has no tokens; send at least one")
         # The last generated token is never input of the model, so its KV is never needed.
-        max_cache_tokens = len(new.prompt_ids) + new.max_new_tokens - 1
+        max_cache_tokens = len(new.token_ids) + new.max_new_tokens - 1
         if max_cache_tokens > self._num_cache_tokens:
             raise CapacityError(
-                f"request {new.id}: {len(new.prompt_ids)} prompt tokens and max_new_tokens {new.max_new_tokens} need "
+                f"request {new.id}: {len(new.token_ids)} prompt tokens and max_new_tokens {new.max_new_tokens} need "
                 f"room for {max_cache_tokens} tokens, the whole cache holds {self._num_cache_tokens}; shorten the "
                 "prompt, lower max_new_tokens, or give the cache more memory"
             )
@@ -169,8 +166,8 @@ class ContinuousScheduler:
     def _extend_running(
         self, draft: StepDraft, eligible: frozenset[RequestId] | None, max_chunk_tokens: int | None
     ) -> None:
-        decodes: list[SequenceState] = []
-        chunks: list[SequenceState] = []
+        decodes: list[SequenceProgress] = []
+        chunks: list[SequenceProgress] = []
         for sequence in self._running:
             if eligible is None or sequence.id in eligible:
                 (decodes if sequence.num_tokens_left == 1 else chunks).append(sequence)
@@ -179,19 +176,19 @@ class ContinuousScheduler:
             draft.num_tokens_left = min(draft.num_tokens_left, max_chunk_tokens)
         self._extend_all(chunks, draft)
 
-    def _extend_all(self, sequences: Sequence[SequenceState], draft: StepDraft) -> None:
+    def _extend_all(self, sequences: Sequence[SequenceProgress], draft: StepDraft) -> None:
         for sequence in sequences:
             # An older sequence may have preempted it meanwhile.
             if sequence.is_running and draft.num_tokens_left:
                 self._extend(sequence, draft)
 
-    def _extend(self, sequence: SequenceState, draft: StepDraft) -> None:
+    def _extend(self, sequence: SequenceProgress, draft: StepDraft) -> None:
         num_tokens = min(sequence.num_tokens_left, draft.num_tokens_left)
         grant = self._acquire(sequence, sequence.num_computed_tokens + num_tokens, draft)
         if grant is not None:
             draft.add(sequence, num_tokens, grant.copies)
 
-    def _acquire(self, sequence: SequenceState, num_tokens: int, draft: StepDraft) -> BlockGrant | None:
+    def _acquire(self, sequence: SequenceProgress, num_tokens: int, draft: StepDraft) -> BlockGrant | None:
         """Acquires blocks up to `num_tokens`; preempts newer sequences if needed. None if older ones hold them all."""
         while (grant := self._cache.acquire(sequence.id, num_tokens)) is None:
             draft.is_cache_full = True
@@ -202,7 +199,7 @@ class ContinuousScheduler:
         sequence.num_acquired_tokens = num_tokens
         return grant
 
-    def _preempt(self, sequence: SequenceState, draft: StepDraft) -> None:
+    def _preempt(self, sequence: SequenceProgress, draft: StepDraft) -> None:
         draft.drop(sequence)
         self._cache.release(sequence.id)
         self._running.remove(sequence)
@@ -233,7 +230,7 @@ class ContinuousScheduler:
                 del self._waiting[position]
                 self._admit(sequence, admission, draft)
 
-    def _admit(self, sequence: SequenceState, admission: Admission, draft: StepDraft) -> None:
+    def _admit(self, sequence: SequenceProgress, admission: Admission, draft: StepDraft) -> None:
         start = admission.num_cached_tokens
         if admission.fork_from is not None:
             start = self._cache.fork(admission.fork_from.id, sequence.id, start)
@@ -249,7 +246,7 @@ class ContinuousScheduler:
         insort(self._running, sequence, key=_by_arrival)
         draft.add(sequence, num_tokens, grant.copies)
 
-    def _remove(self, sequence: SequenceState) -> None:
+    def _remove(self, sequence: SequenceProgress) -> None:
         self._cache.release(sequence.id)
         (self._running if sequence.is_running else self._waiting).remove(sequence)
         del self._live[sequence.id]
@@ -262,16 +259,19 @@ class ContinuousScheduler:
         if plan.scheduled and plan is not self._open_plan:
             raise IntegrityError(f"step {plan.step} is not open: a plan is committed or failed once, before the next")
 
+    def _refuse_wrong_result(self, plan: StepPlan, finished: frozenset[RequestId]) -> None:
+        num_finished = 0
+        for row in plan.scheduled:
+            if row.id in finished:
+                num_finished += 1
+            elif row.is_last_chunk and len(self._live[row.id].token_ids) != row.start + row.num_tokens + 1:
+                raise IntegrityError(
+                    f"step {plan.step}: sequence {row.id} samples, but not one token was appended to its "
+                    f"{row.start + row.num_tokens}"
+                )
+        if num_finished < len(finished):
+            raise IntegrityError(f"step {plan.step}: {sorted(finished)} finished, but not all of them are in the plan")
 
-def _by_arrival(sequence: SequenceState) -> int:
+
+def _by_arrival(sequence: SequenceProgress) -> int:
     return sequence.arrival
-
-
-def _refuse_wrong_result(plan: StepPlan, new_tokens: Mapping[RequestId, int], finished: frozenset[RequestId]) -> None:
-    sampling = {row.id for row in plan.scheduled if row.is_last_chunk}
-    if not new_tokens.keys() <= sampling or not sampling <= new_tokens.keys() | finished:
-        raise IntegrityError(
-            f"step {plan.step}: tokens came for {sorted(new_tokens)}, the rows that sample are {sorted(sampling)}"
-        )
-    if not finished <= {row.id for row in plan.scheduled}:
-        raise IntegrityError(f"step {plan.step}: {sorted(finished)} finished, but not all of them are in the plan")

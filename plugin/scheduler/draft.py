@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagedkv.plugin.interface import CacheManager
 from pagedkv.plugin.requests import RequestId
-from pagedkv.plugin.scheduler.sequence import SequenceState
+from pagedkv.plugin.scheduler.sequence import SequenceProgress
 from pagedkv.plugin.step_plan import BlockCopy, ScheduledSequence, StepPlan
 
 
@@ -17,23 +17,23 @@ class StepDraft:
         self.is_cache_full = False
         """Whether a running sequence did not get blocks at its first try."""
         self.preempted: list[RequestId] = []
-        self._rows: dict[RequestId, tuple[SequenceState, int]] = {}
+        self._rows: dict[RequestId, tuple[SequenceProgress, int]] = {}
         """By sequence id: the sequence and its number of tokens in the step."""
         self._copies: dict[RequestId, tuple[BlockCopy, ...]] = {}
 
-    def __contains__(self, sequence: SequenceState) -> bool:
+    def __contains__(self, sequence: SequenceProgress) -> bool:
         return sequence.id in self._rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, sequence: SequenceState, num_tokens: int, copies: tuple[BlockCopy, ...]) -> None:
+    def add(self, sequence: SequenceProgress, num_tokens: int, copies: tuple[BlockCopy, ...]) -> None:
         self._rows[sequence.id] = (sequence, num_tokens)
         self.num_tokens_left -= num_tokens
         if copies:
             self._copies[sequence.id] = copies
 
-    def drop(self, sequence: SequenceState) -> None:
+    def drop(self, sequence: SequenceProgress) -> None:
         """Removes a sequence that lost its blocks, and its copies: other sequences may hold their targets now."""
         _, num_tokens = self._rows.pop(sequence.id, (sequence, 0))
         self.num_tokens_left += num_tokens
@@ -51,12 +51,12 @@ class StepDraft:
         )
 
 
-def _plan_order(row: tuple[SequenceState, int]) -> tuple[bool, int]:
+def _plan_order(row: tuple[SequenceProgress, int]) -> tuple[bool, int]:
     sequence, num_tokens = row
     return num_tokens != 1, sequence.arrival
 
 
-def _schedule_row(sequence: SequenceState, num_tokens: int, cache: CacheManager) -> ScheduledSequence:
+def _schedule_row(sequence: SequenceProgress, num_tokens: int, cache: CacheManager) -> ScheduledSequence:
     start = sequence.num_computed_tokens
     assert sequence.num_cached_tokens is not None
     return ScheduledSequence(

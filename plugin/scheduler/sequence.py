@@ -1,22 +1,23 @@
-"""The continuous scheduler's state of one sequence."""
+"""The continuous scheduler's state of one sequence; `pagedkv.plugin.step_plan` says what others keep of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedkv.plugin.requests import CacheNamespace, RequestId
-from pagedkv.plugin.step_plan import NewSequence
+from pagedkv.plugin.step_plan import NewSequence, count_common_tokens
 
 
 @dataclass(slots=True, eq=False)
-class SequenceState:
+class SequenceProgress:
     """One live sequence, waiting or running. `num_computed_tokens` catches up with its known tokens."""
 
     id: RequestId
     arrival: int
     """Number of the sequence in this scheduler: a smaller one is older."""
-    token_ids: list[int]
-    """Known tokens: the prompt, then the generated ones. Shared with the cache manager and only appended to."""
+    token_ids: Sequence[int]
+    """Known tokens: the prompt, then the generated ones. The caller's list, which grows; never changed here."""
     num_prompt_tokens: int
     max_cache_tokens: int
     """Tokens whose KV the sequence holds at its end."""
@@ -37,14 +38,14 @@ class SequenceState:
 
     @classmethod
     def create(
-        cls, new: NewSequence, arrival: int, max_cache_tokens: int, parent: SequenceState | None
-    ) -> SequenceState:
+        cls, new: NewSequence, arrival: int, max_cache_tokens: int, parent: SequenceProgress | None
+    ) -> SequenceProgress:
         """`parent` is the live sequence that `new` names, if any."""
-        token_ids = list(new.prompt_ids)
+        token_ids = new.token_ids
         num_shareable_tokens = 0
         # Nothing is shared if every prompt token must be computed, or between namespaces.
         if parent is not None and new.may_reuse_prefix and parent.namespace == new.namespace:
-            num_shareable_tokens = min(count_common_tokens(parent.token_ids, token_ids), len(token_ids) - 1)
+            num_shareable_tokens = count_common_tokens(parent.token_ids, token_ids, len(token_ids) - 1)
         return cls(
             id=new.id,
             arrival=arrival,
@@ -88,15 +89,3 @@ class SequenceState:
         self.num_preemptions += 1
         # If a token was generated, the whole prompt was computed once: may_reuse_prefix=False is satisfied.
         self.may_reuse_prefix = self.may_reuse_prefix or len(self.token_ids) > self.num_prompt_tokens
-
-
-def count_common_tokens(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning.
-
-    >>> count_common_tokens([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    num_tokens = min(len(first), len(second))
-    if first[:num_tokens] == second[:num_tokens]:
-        return num_tokens
-    return next(index for index in range(num_tokens) if first[index] != second[index])

@@ -15,7 +15,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, ClassVar
@@ -116,22 +116,27 @@ def make_scheduler(num_blocks: int, has_prefix_cache: bool = True) -> tuple[Sche
     return scheduler, cache
 
 
-def run_step(scheduler: Scheduler, max_tokens: dict[RequestId, int] | None = None) -> int:
+def run_step(
+    scheduler: Scheduler, token_ids: Mapping[RequestId, list[int]], max_tokens: dict[RequestId, int] | None = None
+) -> int:
     """Schedules and commits a step; sampled tokens are made up.
 
     Args:
+        token_ids: of each sequence; sampled tokens are appended.
         max_tokens: length at which a sequence ends; None ends none.
 
     Returns:
         Tokens of the step.
     """
     plan = scheduler.schedule()
-    new_tokens = {row.id: (row.id + row.start) % VOCAB_SIZE for row in plan.scheduled if row.is_last_chunk}
+    for row in plan.scheduled:
+        if row.is_last_chunk:
+            token_ids[row.id].append((row.id + row.start) % VOCAB_SIZE)
     finished: list[RequestId] = []
     if max_tokens is not None:
         ends = ((row.id, row.start + row.num_tokens) for row in plan.scheduled)
         finished = [id_ for id_, end in ends if end + 1 == max_tokens[id_]]
-    scheduler.commit(plan, new_tokens, finished)
+    scheduler.commit(plan, finished)
     return plan.num_tokens
 
 
@@ -151,13 +156,13 @@ def median_after_warmup(values: Iterable[float]) -> float:
 def measure_scheduler_step(num_steps: int) -> Figure:
     scheduler, _ = make_scheduler(NUM_SEQUENCES * (CONTEXT_TOKENS + num_steps) // BLOCK_SIZE * 2)
     prompts = Prompts()
-    for id_ in map(RequestId, range(NUM_SEQUENCES)):
-        prompt = prompts.next(CONTEXT_TOKENS + id_ % BLOCK_SIZE)
-        scheduler.add(NewSequence(id_, prompt, num_steps * 2, CacheNamespace()))
+    token_ids = {id_: prompts.next(CONTEXT_TOKENS + id_ % BLOCK_SIZE) for id_ in map(RequestId, range(NUM_SEQUENCES))}
+    for id_, known in token_ids.items():
+        scheduler.add(NewSequence(id_, known, num_steps * 2, CacheNamespace()))
     while scheduler.stats().num_waiting:
-        run_step(scheduler)
-    run_step(scheduler)
-    value = median_after_warmup(time_ms(lambda: run_step(scheduler), num_steps))
+        run_step(scheduler, token_ids)
+    run_step(scheduler, token_ids)
+    value = median_after_warmup(time_ms(lambda: run_step(scheduler, token_ids), num_steps))
     return Figure(f"scheduler and cache, step of {NUM_SEQUENCES} decodes", value, "ms", bar=0.5)
 
 
@@ -201,7 +206,7 @@ def measure_admission(num_repeats: int) -> list[Figure]:
             scheduler.add(NewSequence(id_, prompt, 1, CacheNamespace()))
             plan = scheduler.schedule()
             timings[kind].append((time.perf_counter() - start) * 1e3)
-            scheduler.commit(plan, {}, [id_])
+            scheduler.commit(plan, [id_])
     return [
         Figure(f"admission of {PROMPT_TOKENS} tokens, {kind} prefix", median_after_warmup(values), "ms", bar=3)
         for kind, values in timings.items()
@@ -213,17 +218,14 @@ def time_unique_prompts(has_prefix_cache: bool) -> float:
     num_requests, num_new_tokens = 4 * NUM_SEQUENCES, 64
     scheduler, _ = make_scheduler(NUM_SEQUENCES * 2 * CONTEXT_TOKENS // BLOCK_SIZE, has_prefix_cache)
     prompts = Prompts()
-    requests = [
-        NewSequence(RequestId(i), prompts.next(CONTEXT_TOKENS), num_new_tokens, CacheNamespace())
-        for i in range(num_requests)
-    ]
-    max_tokens = dict.fromkeys((request.id for request in requests), CONTEXT_TOKENS + num_new_tokens)
+    token_ids = {RequestId(i): prompts.next(CONTEXT_TOKENS) for i in range(num_requests)}
+    max_tokens = dict.fromkeys(token_ids, CONTEXT_TOKENS + num_new_tokens)
     num_tokens = 0
     start = time.perf_counter()
-    for request in requests:
-        scheduler.add(request)
+    for id_, known in token_ids.items():
+        scheduler.add(NewSequence(id_, known, num_new_tokens, CacheNamespace()))
     while scheduler.stats().num_waiting or scheduler.stats().num_running:
-        num_tokens += run_step(scheduler, max_tokens)
+        num_tokens += run_step(scheduler, token_ids, max_tokens)
     return (time.perf_counter() - start) * 1e6 / num_tokens
 
 

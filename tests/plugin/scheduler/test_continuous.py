@@ -352,15 +352,13 @@ def test_wrong_calls_are_refused_and_change_nothing(make_harness: MakeHarness) -
         scheduler.schedule()
     with pytest.raises(IntegrityError, match="neither committed nor failed"):
         scheduler.abort([id_])
-    with pytest.raises(IntegrityError, match="the rows that sample"):
-        scheduler.commit(plan, {}, [])
-    with pytest.raises(IntegrityError, match="the rows that sample"):
-        scheduler.commit(plan, {id_: 1, RequestId(8): 1}, [])
+    with pytest.raises(IntegrityError, match=f"sequence {id_} samples"):
+        scheduler.commit(plan, [])
     with pytest.raises(IntegrityError, match="not all of them"):
-        scheduler.commit(plan, {id_: 1}, [RequestId(8)])
+        scheduler.commit(plan, [id_, RequestId(8)])
     harness.finish_step()
     with pytest.raises(IntegrityError, match="not open"):
-        scheduler.commit(plan, {id_: 1}, [])
+        scheduler.commit(plan, [])
     with pytest.raises(IntegrityError, match="not open"):
         scheduler.fail(plan)
     harness.drain()
