@@ -34,7 +34,7 @@ from .recordings.checker import check_recording
 VOCAB_SIZE = 97
 EOS_ID = 0
 FIRST_CHARACTER = 0x100
-NUM_STREAMS = 300
+NUM_STREAMS = 240
 NUM_PROMPTS = 60
 PREFIX_TOKENS = 20
 MAX_SHORT_OUTPUT_TOKENS = 10
@@ -227,7 +227,7 @@ class Workload:
 
     def _draw_client(self, arrival_turn: int) -> Client:
         prompt_ids = self._random.choice(self._prompts)
-        is_long = self._random.random() < 0.15
+        is_long = self._random.random() < 0.4
         max_new_tokens = LONG_OUTPUT_TOKENS if is_long else self._random.randint(1, MAX_SHORT_OUTPUT_TOKENS)
         stop = ()
         if self._random.random() < 0.2:

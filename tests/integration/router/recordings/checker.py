@@ -124,6 +124,7 @@ class _Loop:
         self._drop(ended_ids & ids)
         if call.batch is None:
             self._drop(ids)
+            self._must_decode = bool(self._running)
             return
         self._answered = _Answered(call.batch, ids - ended_ids, {g.request_id for g in generations})
 
@@ -162,6 +163,7 @@ class _Loop:
         self._check("clear-where-none-lives", is_answered, call.request)
         if answered is not None:
             self._drop_gone(answered, answered.live_ids)
+        self._must_decode = self._must_decode and bool(self._running)
 
     def _drop_gone(self, answered: _Answered, gone_ids: set[int]) -> None:
         if gone_ids:
