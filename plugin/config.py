@@ -114,7 +114,9 @@ class CacheSection(_Section):
 class SchedulerSection(_Section):
     name: str = Field("continuous", description="Scheduler: a plugin of the group pagedkv.schedulers.")
     max_step_tokens: PositiveInt = Field(
-        2048, description="Tokens of one step; longer prompts are computed in chunks, beside running sequences."
+        2048,
+        description="Tokens of one step; longer prompts are computed in chunks, beside running sequences. A router's "
+        "--max-batch-prefill-tokens lowers it.",
     )
     max_num_sequences: PositiveInt = Field(256, description="Sequences that run at the same time.")
     max_gap_ms: float = Field(

@@ -24,6 +24,8 @@ class ResolvedLimits:
     """Tokens of one prompt and its output."""
     max_prefill_tokens: int
     """Prompt tokens of one step."""
+    max_step_tokens: int
+    """Tokens of one step if prompts are computed in chunks: the smaller of the config's and max_prefill_tokens."""
     max_num_sequences: int
     """Sequences in one step."""
     min_cache_tokens: int
@@ -76,6 +78,7 @@ def resolve_limits(
         max_input_tokens=max_input_tokens,
         max_total_tokens=max_total_tokens,
         max_prefill_tokens=wanted.max_prefill_tokens or config.scheduler.max_step_tokens,
+        max_step_tokens=min(config.scheduler.max_step_tokens, wanted.max_prefill_tokens or sys.maxsize),
         max_num_sequences=min(
             config.scheduler.max_num_sequences, wanted.max_batch_size or config.scheduler.max_num_sequences
         ),

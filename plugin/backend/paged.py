@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -245,18 +245,20 @@ class PagedBackend:
             kv_dtype_name=config.cache.kv_dtype.name,
         )
         num_tokens = num_blocks * config.cache.block_size
-        scheduler = load_plugin(SCHEDULERS, config.scheduler.name).create(config.scheduler, cache, num_tokens)
+        settings = replace(config.scheduler, max_step_tokens=limits.max_step_tokens)
+        scheduler = load_plugin(SCHEDULERS, settings.name).create(settings, cache, num_tokens)
         return Pool(cache, scheduler, limits)
 
     def _describe_capacity(self, num_blocks: int, limits: ResolvedLimits) -> Capacity:
         config = self._config.cache
         num_tokens = num_blocks * config.block_size
         logger.info(
-            "KV cache: %d blocks of %d tokens in %s, %.1f MiB; attention kernels %s",
+            "KV cache: %d blocks of %d tokens in %s, %.1f MiB; steps of at most %d tokens; attention kernels %s",
             num_blocks,
             config.block_size,
             config.kv_dtype.name,
             num_blocks * self._executor.bytes_per_block / 2**20,
+            limits.max_step_tokens,
             self._kernels.name,
         )
         return Capacity(

@@ -64,7 +64,7 @@ def _measure_graphs(executor: StepExecutor, config: ResolvedConfig, limits: Reso
 def make_profile_step(config: ResolvedConfig, limits: ResolvedLimits) -> tuple[StepPlan, dict[RequestId, LiveSequence]]:
     """Makes the plan of the largest step, and its sequences."""
     is_measured = config.device.type == "cuda"
-    num_step_tokens = config.scheduler.max_step_tokens
+    num_step_tokens = limits.max_step_tokens
     if not is_measured:
         num_step_tokens = min(num_step_tokens, CPU_STEP_TOKENS)
     num_decodes = min(config.scheduler.max_num_sequences - 1, num_step_tokens // 2)

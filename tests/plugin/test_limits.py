@@ -61,6 +61,12 @@ def test_lengths_that_are_asked_for_go_before_configured_ones_and_stay_or_are_re
         only_input.fit(600)
 
 
+@pytest.mark.parametrize(("told", "step"), [(0, 2048), (512, 512), (2048, 2048), (50_000, 2048)])
+def test_a_router_makes_steps_smaller_and_never_larger(told: int, step: int) -> None:
+    """Its launcher computes a number from the GPU where nobody gives one: our activations may not fit it."""
+    assert resolve(WarmupLimits(max_prefill_tokens=told)).max_step_tokens == step
+
+
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [

@@ -61,6 +61,7 @@ def _run_largest_step(modules: torch.nn.Module, facts: ModelFacts, config: Resol
         max_input_tokens=num_tokens,
         max_total_tokens=num_tokens + 1,
         max_prefill_tokens=num_tokens,
+        max_step_tokens=config.scheduler.max_step_tokens,
         max_num_sequences=config.scheduler.max_num_sequences,
         min_cache_tokens=2,
     )

@@ -9,7 +9,9 @@ from pagedkv.adapters.transformers.contiguous_sizing import compute_capacity
 from pagedkv.plugin.limits import ResolvedLimits
 from pagedkv.plugin.memory import DeviceMemory
 
-LIMITS = ResolvedLimits(127, 128, max_prefill_tokens=2048, max_num_sequences=256, min_cache_tokens=2)
+LIMITS = ResolvedLimits(
+    127, 128, max_prefill_tokens=2048, max_step_tokens=2048, max_num_sequences=256, min_cache_tokens=2
+)
 
 
 def capacity(config, **arguments) -> int:

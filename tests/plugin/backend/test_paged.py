@@ -124,6 +124,20 @@ def test_same_long_prompt_four_times_alone_then_among_others_hits_and_stays_equa
     assert backend.stats().prefix_cache_hit_tokens == 4 * 320
 
 
+def test_each_warm_up_sets_the_step_by_the_prefill_tokens_that_a_router_asks_for(make_backend: Any) -> None:
+    """So that `--max-batch-prefill-tokens` is what its operator thinks it is."""
+    backend = make_backend(scheduler__max_num_sequences=4)
+    for index, (told, sizes) in enumerate([(64, [64, 64, 22]), (100, [100, 50]), (0, [150]), (3, [3] * 50)]):
+        backend.warmup(WarmupLimits(max_prefill_tokens=told))
+        backend.add([make_request(index, make_prompt(150), 1)])
+        found = []
+        while backend.has_unfinished():
+            plan = backend.schedule()
+            found.append(plan.num_tokens)
+            backend.commit(plan, backend.execute(plan))
+        assert found == sizes
+
+
 def test_32_requests_with_one_prefix_sent_after_the_first_save_all_of_it(make_backend: Any) -> None:
     backend = make_backend(num_blocks=4096)
     prefix = make_prompt(1024)
