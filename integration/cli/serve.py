@@ -42,6 +42,9 @@ def serve(
     rank: Annotated[
         int | None, typer.Option(min=0, hidden=True, help="Be this one of them, with MASTER_ADDR and MASTER_PORT.")
     ] = None,
+    ready_fd: Annotated[
+        int | None, typer.Option(min=3, hidden=True, help="Write the summary to this open file, as JSON.")
+    ] = None,
     metrics_listen: Annotated[
         str | None,
         typer.Option(
@@ -79,7 +82,11 @@ def serve(
     from pagedkv.integration.serve.process import ServerSummary, run_server
 
     def announce(summary: ServerSummary) -> None:
-        print(summary.to_json() if as_json else summary.to_text(), flush=True)
+        if ready_fd is None:
+            print(summary.to_json() if as_json else summary.to_text(), flush=True)
+        else:
+            with open(ready_fd, "w", encoding="utf-8") as pipe:
+                pipe.write(summary.to_json() + "\n")
 
     if num_shards > 1 and rank is None:
         from pagedkv.integration.serve.supervisor import supervise

@@ -58,24 +58,27 @@ def child_server(
 
     Args:
         arguments: of `pagedkv serve`.
-        log: file for its standard error.
+        log: file for its standard output and error; its summary comes through a pipe of its own.
         environ: variables in addition to those of this process.
         ready_timeout_s: how long loading and warm-up may take.
 
     Raises:
         UnavailableError: the server ended, or was not ready in time; the message ends with its last log lines.
     """
-    with log.open("wb") as errors:
+    reader, writer = os.pipe()
+    with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
-            [command_path(), "serve", *arguments, "--json"],
+            [command_path(), "serve", *arguments, "--ready-fd", str(writer)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+            stdout=output,
+            stderr=output,
+            pass_fds=(writer,),
             # Several servers on one machine must not use the same port for metrics.
             env={"PAGEDKV_METRICS_LISTEN": "127.0.0.1:0", **os.environ, **(environ or {})},
         )
     try:
-        summary = _wait_until_ready(process, log, time.monotonic() + ready_timeout_s)
+        os.close(writer)
+        summary = _wait_until_ready(process, reader, log, time.monotonic() + ready_timeout_s)
         server = ChildServer(process, summary["targets"][0], summary, log)
         yield server
         server.stop()
@@ -83,19 +86,17 @@ def child_server(
         if process.poll() is None:
             process.kill()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        os.close(reader)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) -> Mapping[str, Any]:
-    assert process.stdout is not None
+def _wait_until_ready(process: subprocess.Popen[bytes], reader: int, log: Path, deadline_s: float) -> Mapping[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
         if time.monotonic() > deadline_s:
             raise UnavailableError(f"the server was not ready in time; its log ends with:\n{_tail(log)}")
-        if not select.select([process.stdout], [], [], _POLL_S)[0]:
+        if not select.select([reader], [], [], _POLL_S)[0]:
             continue
-        piece = os.read(process.stdout.fileno(), 4096)
+        piece = os.read(reader, 4096)
         if not piece:
             raise UnavailableError(f"the server ended with code {process.wait()}:\n{_tail(log)}")
         line += piece

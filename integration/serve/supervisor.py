@@ -18,10 +18,14 @@ from types import FrameType
 from typing import Any
 
 from pagedkv.integration.serve.process import ServerSummary
+from pagedkv.integration.serve.shards import EXIT_SHARD_FAILED
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_STANDARD_ERROR = 2
+_END_TOGETHER_S = 5.0
+"""How long the other shards may take to end by themselves, before they are asked to."""
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 15.0
 """How long the other shards may take to end after one has ended. After that they are killed."""
@@ -32,18 +36,29 @@ class ShardProcesses:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._summary_pipes: list[int] = []
         self._is_stop_asked = False
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts the shard of the next rank, with its standard output as a pipe to this process."""
-        process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=environ,
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+        """Starts the shard of the next rank.
+
+        Its summary comes through a pipe of its own: libraries may print anything to standard output, which goes to
+        standard error here.
+        """
+        reader, writer = os.pipe()
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
+                [*command, "--ready-fd", str(writer)],
+                stdin=subprocess.DEVNULL,
+                stdout=_STANDARD_ERROR,
+                pass_fds=(writer,),
+                env=environ,
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+        finally:
+            os.close(writer)
+        self._summary_pipes.append(reader)
         self._processes.append(process)
 
     def terminate(self) -> None:
@@ -55,21 +70,22 @@ class ShardProcesses:
 
     def read_summaries(self) -> list[dict[str, Any]] | None:
         """Waits until all shards are ready and returns their summaries; None if one ended before."""
-        received = dict.fromkeys(range(len(self._processes)), b"")
+        received = dict.fromkeys(self._summary_pipes, b"")
         with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            for pipe in received:
+                selector.register(pipe, selectors.EVENT_READ)
             while not all(line.endswith(b"\n") for line in received.values()):
                 for key, _ in selector.select(_POLL_S):
                     piece = os.read(key.fd, 65536)
-                    received[key.data] += piece
-                    if not piece:
+                    if not piece and not received[key.fd].endswith(b"\n"):
                         return None
+                    received[key.fd] += piece
+                    if not piece:
+                        selector.unregister(key.fd)
         return [json.loads(line) for line in received.values()]
 
     def wait_for_first_end(self) -> int:
-        """Returns the exit code of the first shard that ends, negative for a signal."""
+        """Waits until a shard ends. Returns its exit code, negative for a signal."""
         while True:
             for rank, process in enumerate(self._processes):
                 if process.poll() is not None:
@@ -78,20 +94,39 @@ class ShardProcesses:
             time.sleep(_POLL_S)
 
     def stop(self) -> list[int]:
-        """Stops running shards; kills those that do not end in time. Returns all exit codes, by rank."""
+        """Ends the shards that still run; kills those that do not end in time. Returns all exit codes, by rank.
+
+        Shards end together by themselves: one that was asked to drain a second time would drop its requests.
+        """
+        self._wait(time.monotonic() + _END_TOGETHER_S)
         if not self._is_stop_asked:
             self.terminate()
-        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-        return [self._end(rank, process, deadline_s) for rank, process in enumerate(self._processes)]
+        self._wait(time.monotonic() + _STOP_TIMEOUT_S)
+        codes = [self._end(rank, process) for rank, process in enumerate(self._processes)]
+        for pipe in self._summary_pipes:
+            os.close(pipe)
+        self._summary_pipes = []
+        return codes
 
-    def _end(self, rank: int, process: subprocess.Popen[bytes], deadline_s: float) -> int:
-        try:
-            process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    def find_exit_code(self, codes: Sequence[int]) -> int:
+        """The one exit code for shards that ended with these; see `supervise`."""
+        own = next((code for code in codes if code > 0 and code != EXIT_SHARD_FAILED), None)
+        if own is not None:
+            return own
+        asked = {0, -signal.SIGTERM} if self._is_stop_asked else {0}
+        if set(codes) - asked:
+            return EXIT_SHARD_FAILED
+        return 128 + signal.SIGTERM if -signal.SIGTERM in codes else 0
+
+    def _wait(self, deadline_s: float) -> None:
+        while time.monotonic() < deadline_s and any(process.poll() is None for process in self._processes):
+            time.sleep(_POLL_S)
+
+    @staticmethod
+    def _end(rank: int, process: subprocess.Popen[bytes]) -> int:
+        if process.poll() is None:
             logger.warning("rank %d does not end; killing it", rank)
             process.kill()
-        assert process.stdout is not None
-        process.stdout.close()
         code = process.wait()
         logger.info("rank %d ended with code %d", rank, code)
         return code
@@ -101,26 +136,28 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
     """Runs shards until one of them ends, or a signal ends all. SIGTERM and SIGINT are sent to every shard as SIGTERM.
 
     Args:
-        command: of a shard, to which its rank and --json are added.
+        command: of a shard, to which its rank and the pipe for its summary are added.
         announce: called once, when all shards are ready.
 
     Returns:
-        0 if all shards exited with 0, else the exit code of the first that did not.
+        0 if all shards exited with 0. Else the code of the first shard, by its end and then by rank, that exited with
+        another one than EXIT_SHARD_FAILED; EXIT_SHARD_FAILED if there is none, as after a shard that was killed;
+        128 + SIGTERM if shards only died of the SIGTERM that they were sent while they started.
     """
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_find_free_port()), **os.environ}
     shards = ShardProcesses()
+    codes: list[int] = []
     with _forwarded_signals(shards):
         try:
             for rank in range(num_shards):
-                shards.start([*command, "--rank", str(rank), "--json"], environ)
+                shards.start([*command, "--rank", str(rank)], environ)
             summaries = shards.read_summaries()
             if summaries is not None:
                 announce(_join_summaries(summaries))
             codes = [shards.wait_for_first_end()]
         finally:
-            others = shards.stop()
-    failed = next((code for code in [*codes, *others] if code), 0)
-    return failed if failed >= 0 else 128 - failed
+            codes += shards.stop()
+    return shards.find_exit_code(codes)
 
 
 def _end_with_parent() -> None:

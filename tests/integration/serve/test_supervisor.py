@@ -13,19 +13,30 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pagedkv.integration.serve import supervisor
 from pagedkv.integration.serve.process import ServerSummary
+from pagedkv.integration.serve.shards import EXIT_SHARD_FAILED
 from pagedkv.integration.serve.supervisor import supervise
 
 SHARD = """
 import json, os, sys, time
 rank = int(sys.argv[sys.argv.index("--rank") + 1])
-assert "--json" in sys.argv and os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
 behaviour = sys.argv[1:][rank]
 if behaviour == "fails":
     sys.exit(5)
 texts = dict.fromkeys(("model", "architecture", "dtype", "device", "backend", "attention_kernels", "kv_dtype"), "x")
 numbers = dict.fromkeys(("block_size", "num_blocks", "max_cache_tokens", "max_total_tokens", "kv_bytes_total"), 8)
-print(json.dumps({"event": "ready", "metrics_urls": [], "targets": [f"unix:s-{rank}"], **texts, **numbers}), flush=True)
+print("a library greets\\n" * (20_000 if behaviour == "chats" else 1), flush=True)
+with open(int(sys.argv[sys.argv.index("--ready-fd") + 1]), "w") as pipe:
+    print("{}", end="", flush=True)
+    summary = {"event": "ready", "metrics_urls": [], "targets": [f"unix:s-{rank}"], **texts, **numbers}
+    print(json.dumps(summary), file=pipe)
+if behaviour == "is killed":
+    os.kill(os.getpid(), 9)
+if behaviour == "fails later":
+    time.sleep(0.5)
+    sys.exit(3)
 if behaviour == "ends":
     sys.exit(0)
 time.sleep(60)
@@ -33,8 +44,9 @@ time.sleep(60)
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> list[str]:
+def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command of a shard; arguments say what each rank does."""
+    monkeypatch.setattr(supervisor, "_END_TOGETHER_S", 1.0)
     script = tmp_path / "shard.py"
     script.write_text(SHARD)
     return [sys.executable, str(script)]
@@ -55,6 +67,19 @@ def test_shard_that_fails_before_it_is_ready_ends_all_with_its_code(shard: list[
     announced: list[ServerSummary] = []
     assert supervise([*shard, "stays", "fails"], 2, announced.append) == 5
     assert announced == []
+
+
+def test_shard_that_prints_ever_so_much_is_ready_all_the_same(shard: list[str]) -> None:
+    announced: list[ServerSummary] = []
+    assert supervise([*shard, "chats", "ends"], 2, announced.append) == 128 + signal.SIGTERM
+    assert len(announced) == 1
+
+
+@pytest.mark.parametrize(
+    "behaviours", [("is killed", "fails later"), ("fails later", "is killed"), ("is killed", "stays")]
+)
+def test_killed_shard_has_one_exit_code_whoever_is_seen_to_end_first(shard: list[str], behaviours) -> None:
+    assert supervise([*shard, *behaviours], 2, lambda summary: None) == EXIT_SHARD_FAILED
 
 
 def test_signal_reaches_every_shard(shard: list[str]) -> None:
