@@ -426,8 +426,8 @@ class FollowingOrder(CallOrder):
             self._forget(call)
 
     def _forget(self, call: OrderedCall) -> None:
-        del self._calls[call.number]
-        asyncio.get_running_loop().call_later(self._claim_timeout_s, self._drop, call)
+        if self._calls.pop(call.number, None):
+            asyncio.get_running_loop().call_later(self._claim_timeout_s, self._drop, call)
 
     def _drop(self, call: OrderedCall) -> None:
         """Keeps a result no longer for a client."""
