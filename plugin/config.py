@@ -177,6 +177,15 @@ class ServerSection(_Section):
         description="Key of the call metadata in which trusted infrastructure names the tenant of a Prefill: prompts "
         "of one tenant then never hit another's prefixes. Empty is off.",
     )
+    cached_tokens_trailer: bool = Field(
+        True,
+        description="Tell in the trailing metadata of a first token how many prompt tokens the prefix cache held. "
+        "Never told where cache_salt_metadata_key is set.",
+    )
+    refusal_text: Literal["reason", "empty"] = Field(
+        "reason",
+        description='What a client is answered whose request is refused beside others: the reason, or "empty".',
+    )
     max_message_bytes: ByteSize = Field(ByteSize(64 * 2**20), description="Largest gRPC message.")
     drain_timeout_s: float = Field(60.0, ge=0, description="How long SIGTERM waits for running requests.")
     stuck_step_timeout_s: float = Field(120.0, gt=0, description="Health fails when one step takes longer than this.")

@@ -34,6 +34,10 @@ class CapacityError(RequestError):
     """A request is longer than the model, the limits or the whole cache can ever hold."""
 
 
+class UnsupportedRequestError(RequestError):
+    """A request asks for something that this server can't do."""
+
+
 class NotFoundError(PagedKVError):
     """A call names a batch or a request that does not exist."""
 
@@ -48,6 +52,10 @@ class UnavailableError(PagedKVError):
 
 class OverloadedError(PagedKVError):
     """More requests run and wait here than are allowed at once: try again later or elsewhere."""
+
+
+class DrainingError(UnavailableError):
+    """The server is draining: it finishes what runs, and takes nothing new."""
 
 
 class StepError(PagedKVError):

@@ -35,7 +35,9 @@ class Refusal(str, Enum):
     """Why requests were refused."""
 
     INVALID = "invalid"
-    """The request is invalid or uses something unsupported."""
+    """The request is invalid."""
+    UNSUPPORTED = "unsupported"
+    """The request asks for something that this server can't do, as a grammar."""
     TOO_LONG = "too_long"
     """Longer than the model, the limits or the whole cache can ever hold."""
     DUPLICATE = "duplicate"
@@ -45,6 +47,8 @@ class Refusal(str, Enum):
     NOT_READY = "not_ready"
     """Before the warm-up."""
     DRAINING = "draining"
+    FAILED = "failed"
+    """Reading it failed: a fault of the server."""
 
 
 @dataclass(frozen=True, slots=True)

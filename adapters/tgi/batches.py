@@ -46,6 +46,10 @@ class LiveRequest:
         )
 
 
+PROBE_ID = 2**64 - 1
+"""Batch and request id of a router's health probe: a Prefill of one token, whose answer's batch nobody names again."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The live requests under one batch id, in the order of responses."""
@@ -56,6 +60,8 @@ class Batch:
     """When a step was last requested for it."""
     last_step: int = 0
     """Number of that step, among all steps; the same on all shards, as `named_s` is not."""
+    given_up_with: int | None = None
+    """Id of a new batch whose Prefill, which named this one too, failed; None again once this one is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,7 @@ class BatchTable:
         self._num_steps += 1
         for batch in batches:
             batch.named_s, batch.last_step = time.monotonic(), self._num_steps
+            batch.given_up_with = None
 
     def find_older(self, timeout_s: float) -> list[tuple[int, int]]:
         """Ids of batches without a step for more than `timeout_s` seconds, and the number of the last step of each.
@@ -118,6 +125,10 @@ class BatchTable:
             for batch_id, last_step in batches
             if batch_id in self._batches and self._batches[batch_id].last_step == last_step
         ]
+
+    def has_request(self, request_id: RequestId) -> bool:
+        """Whether a request of this id is live, in any batch."""
+        return any(request_id in batch.requests for batch in self._batches.values())
 
     def check_free(self, batch_id: int) -> None:
         """Raises DuplicateRequestError if a batch with this id exists."""
@@ -170,6 +181,15 @@ class BatchTable:
                 batch.requests.pop(request_id, None)
             if not batch.requests:
                 del self._batches[batch.id]
+
+    def give_up(self, batch_id: int, new_id: int) -> None:
+        """Notes that the Prefill of a new batch failed that named a running one, if that still runs."""
+        if batch_id in self._batches:
+            self._batches[batch_id].given_up_with = new_id
+
+    def find_given_up(self, new_ids: Collection[int]) -> list[int]:
+        """Ids of the batches that were given up with some new ones."""
+        return [batch.id for batch in self._batches.values() if batch.given_up_with in new_ids]
 
     def pop(self, batch_ids: Iterable[int]) -> list[LiveRequest]:
         """Removes batches; ignores unknown ids. Returns the requests that were in them."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.answers import CACHED_TOKENS_METADATA, REFUSED_METADATA
 from pagedkv.adapters.tgi.convert import FINISH_REASONS, FinalText
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
-from pagedkv.adapters.tgi.service import CACHED_TOKENS_METADATA
-from pagedkv.adapters.tgi.status import read_error
+from pagedkv.adapters.tgi.status import read_error, read_refusal
 from pagedkv.adapters.tgi.tls import ClientTls, read_client_credentials
 from pagedkv.plugin.requests import SamplingParams
 
@@ -117,8 +117,8 @@ class GenerationClient:
             call = self._stub.Prefill(prefill, metadata=self._metadata)
             response = await _answer_of(call)
             while True:
-                num_cached_tokens = await _read_cached_tokens(call)
                 is_over = not response.HasField("batch")
+                num_cached_tokens = await _read_trailers(call, response)
                 for generation in response.generations:
                     yield _read_token(generation, num_cached_tokens)
                 if is_over:
@@ -180,11 +180,19 @@ async def _answer_of(call: grpc.aio.UnaryUnaryCall[Any, _Response]) -> _Response
         raise read_error(error.code(), error.details() or error.code().name) from None
 
 
-async def _read_cached_tokens(call: grpc.aio.UnaryUnaryCall[Any, Any]) -> int | None:
+async def _read_trailers(
+    call: grpc.aio.UnaryUnaryCall[Any, Any], response: pb.PrefillResponse | pb.DecodeResponse
+) -> int | None:
+    """The number of cached tokens, where the metadata has it. Raises if it says that the request was refused."""
+    num_cached_tokens = None
     for key, value in await call.trailing_metadata() or ():
+        detail = str(value).partition("=")[2]
         if key == CACHED_TOKENS_METADATA:
-            return int(str(value).partition("=")[2])
-    return None
+            num_cached_tokens = int(detail)
+        if key == REFUSED_METADATA:
+            text = "".join(text for generation in response.generations for text in generation.tokens.texts).strip()
+            raise read_refusal(detail, text)
+    return num_cached_tokens
 
 
 def _read_token(generation: pb.Generation, num_cached_tokens: int | None) -> GeneratedToken:

@@ -1,27 +1,14 @@
-"""Converts protobuf messages to the requests of a backend, and its tokens to messages."""
+"""Converts what a backend tells, and its tokens, to protobuf messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.batches import BatchState
-from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts
-from pagedkv.plugin.errors import RequestError
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
-from pagedkv.plugin.requests import (
-    CacheNamespace,
-    FinishReason,
-    Request,
-    RequestId,
-    SamplingParams,
-    StepOutput,
-    TokenLogprob,
-)
-
-SHARED_NAMESPACE = CacheNamespace()
-"""Namespace of requests without a cache salt."""
+from pagedkv.plugin.requests import FinishReason, Request, RequestId, StepOutput, TokenLogprob
 
 FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -51,95 +38,83 @@ class NewToken:
     """Whether it is the request's first token."""
     final: FinalText | None
     """Set in the request's last token only."""
+    prompt_texts: Sequence[str] = ()
+    """Of the prompt's tokens, each decoded alone, where the output has their log-probabilities."""
+    top_texts: Sequence[str] = ()
+    """Of the output's top tokens, each decoded alone."""
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.id
 
 
-def to_requests(batch: pb.Batch, encoder: PromptEncoder, namespace: CacheNamespace = SHARED_NAMESPACE) -> list[Request]:
-    """Converts the requests of a new batch, all in one namespace of the cache.
+@dataclass(frozen=True, slots=True)
+class EarlyEnd:
+    """The end of a request that the model gave no token: it was refused, or it failed on its way."""
 
-    Raises:
-        RequestError: the batch is empty, or a request is invalid; the message names it.
-    """
-    if not batch.requests:
-        raise RequestError("the batch has no requests; send at least one")
-    checked = [(message, _to_params(message)) for message in batch.requests]
-    return [_to_request(message, params, encoder, namespace) for message, params in checked]
-
-
-def _to_request(
-    message: pb.Request, params: SamplingParams, encoder: PromptEncoder, namespace: CacheNamespace
-) -> Request:
-    request_id = RequestId(message.id)
-    prompt_ids = encoder.encode(request_id, _prompt_text(message), message.truncate, message.add_special_tokens)
-    return Request(request_id, prompt_ids, params, namespace)
+    request_id: RequestId
+    reason: str
+    """A refusal's value, or "failed"."""
+    message: str
+    """What a client may be told."""
+    text: str = ""
+    """What was generated before."""
+    num_generated_tokens: int = 0
 
 
-def _prompt_text(message: pb.Request) -> str:
-    if not message.HasField("input_chunks"):
-        text = message.inputs
-    else:
-        text = "".join(chunk.text for chunk in message.input_chunks.chunks)
-    if not text:
-        raise RequestError(f"request {message.id}: the prompt has no text; send a text chunk or inputs")
-    return text
+@dataclass(frozen=True, slots=True)
+class EndMarks:
+    """How early ends are written."""
+
+    token_id: int
+    """The model's end-of-text token: a generation without a token makes a router panic."""
+    tells_reason: bool
+    """Whether the text ends with the message."""
 
 
-def _to_params(message: pb.Request) -> SamplingParams:
-    """Converts sampling parameters. Raises RequestError, naming the request, if one is unsupported or out of range."""
-    chooser, stopping = message.parameters, message.stopping_parameters
-    if chooser.grammar or chooser.grammar_type != pb.GRAMMAR_TYPE_NONE:
-        raise RequestError(f"request {message.id}: grammars are not supported yet; leave grammar and its type out")
-    if message.adapter_id:
-        raise RequestError(f"request {message.id}: there is no adapter {message.adapter_id!r}; none is loaded here")
-    try:
-        return SamplingParams(
-            max_new_tokens=stopping.max_new_tokens,
-            ignore_eos=stopping.ignore_eos_token,
-            stop=tuple(stopping.stop_sequences),
-            do_sample=chooser.do_sample,
-            temperature=chooser.temperature,
-            top_k=chooser.top_k,
-            top_p=chooser.top_p,
-            typical_p=chooser.typical_p,
-            seed=chooser.seed,
-            repetition_penalty=chooser.repetition_penalty or 1.0,
-            relative_frequency_penalty=chooser.frequency_penalty,
-            watermark=chooser.watermark,
-            top_n_tokens=message.top_n_tokens,
-            prefill_logprobs=message.prefill_logprobs,
-        )
-    except RequestError as error:
-        raise RequestError(f"request {message.id}: {error}") from None
-
-
-def to_generation(token: NewToken, texts: TokenTexts) -> pb.Generation:
+def to_generation(token: NewToken, special_ids: Collection[int]) -> pb.Generation:
     """Returns the message for one new token."""
     output = token.output
     token_id = output.token.token_id
     generation = pb.Generation(request_id=output.request_id)
-    tokens = generation.tokens  # Appending in place takes half the time of constructing from lists.
+    tokens = generation.tokens  # Appending in place costs half of what constructing from lists does, at every token.
     tokens.ids.append(token_id)
     tokens.logprobs.append(output.token.logprob)
     tokens.texts.append(token.text)
-    tokens.is_special.append(token_id in texts.special_ids)
+    tokens.is_special.append(token_id in special_ids)
     if output.prefill_logprobs is not None:
-        prompt_ids = token.request.prompt_ids
-        generation.prefill_tokens.ids.extend(prompt_ids)
+        generation.prefill_tokens.ids.extend(token.request.prompt_ids)
         generation.prefill_tokens.logprobs.extend(output.prefill_logprobs)
-        generation.prefill_tokens.texts.extend(map(texts.text_of, prompt_ids))
+        generation.prefill_tokens.texts.extend(token.prompt_texts)
     if output.top_tokens:
-        generation.top_tokens.append(_to_top_tokens(output.top_tokens, texts))
+        generation.top_tokens.append(_to_top_tokens(output.top_tokens, token.top_texts, special_ids))
     if token.final is not None:
         generation.generated_text.CopyFrom(_to_generated_text(token.final, output.seed))
     return generation
 
 
-def _to_top_tokens(tokens: Sequence[TokenLogprob], texts: TokenTexts) -> pb.Tokens:
+def to_early_end(end: EarlyEnd, marks: EndMarks) -> pb.Generation:
+    """Returns the message that closes a request that got no further token: one end-of-text token, and the message.
+
+    A router divides times by the number of generated tokens, so that it is never 0.
+    """
+    told = ("\n\n" if end.text else "") + end.message if marks.tells_reason else ""
+    final = FinalText(end.text + told, end.num_generated_tokens + 1, FinishReason.EOS_TOKEN)
+    return pb.Generation(
+        request_id=end.request_id,
+        # Chat streams leave the text of special tokens out.
+        tokens=pb.Tokens(ids=[marks.token_id], logprobs=[0.0], texts=[told], is_special=[not told]),
+        generated_text=_to_generated_text(final, None),
+    )
+
+
+def _to_top_tokens(tokens: Sequence[TokenLogprob], texts: Sequence[str], special_ids: Collection[int]) -> pb.Tokens:
     ids = [token.token_id for token in tokens]
     return pb.Tokens(
         ids=ids,
         logprobs=[token.logprob for token in tokens],
-        texts=map(texts.text_of, ids),
-        is_special=[token_id in texts.special_ids for token_id in ids],
+        texts=texts,
+        is_special=[token_id in special_ids for token_id in ids],
     )
 
 

@@ -85,6 +85,8 @@ class GenerationServer:
             has_chunked_prefill=config.chunked_prefill,
             stuck_step_timeout_s=config.stuck_step_timeout_s,
             cache_salt_metadata_key=config.cache_salt_metadata_key,
+            tells_refusal_reason=config.refusal_text == "reason",
+            tells_cached_tokens=config.cached_tokens_trailer and not config.cache_salt_metadata_key,
             rank=rank,
             num_shards=num_shards,
             abandoned_batch_timeout_s=config.abandoned_batch_timeout_s,

@@ -7,48 +7,32 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TypeVar
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.answers import AnswerWriter
 from pagedkv.adapters.tgi.batch_runner import BatchRunner, StepResult
 from pagedkv.adapters.tgi.batches import LiveRequest
-from pagedkv.adapters.tgi.convert import (
-    SHARED_NAMESPACE,
-    to_cached_batch,
-    to_generation,
-    to_info,
-    to_limits,
-    to_requests,
-    to_warmup_response,
-)
+from pagedkv.adapters.tgi.convert import EarlyEnd, EndMarks, to_cached_batch, to_info, to_limits, to_warmup_response
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
 from pagedkv.adapters.tgi.request_log import RequestLog
+from pagedkv.adapters.tgi.request_reader import SHARED_NAMESPACE, RequestReader, refuse
 from pagedkv.adapters.tgi.rpc import Context, read_trace_context
 from pagedkv.adapters.tgi.status import find_refusal
 from pagedkv.adapters.tgi.step_loop import StepLoop
-from pagedkv.plugin.errors import RequestError, UnavailableError
+from pagedkv.plugin.errors import DrainingError, PagedKVError, RequestError, UnavailableError
 from pagedkv.plugin.interface import Backend, BackendInfo, Capacity, Tokenizer, WarmupLimits
-from pagedkv.plugin.observer import Observers, Refusal
+from pagedkv.plugin.observer import Observers
 from pagedkv.plugin.requests import CacheNamespace, RequestId
-from pagedkv.plugin.text import OutputText
 
 logger = logging.getLogger(__name__)
-
-CACHED_TOKENS_METADATA = "pagedkv-cached-tokens"
-"""Key of trailing metadata of a Prefill or Decode, "REQUEST_ID=NUM_TOKENS": prompt tokens found in the prefix cache.
-
-One entry for each request whose first token is in the response; no entries if there would be more than
-MAX_METADATA_ENTRIES, because peers refuse headers above some kilobytes."""
-
-MAX_METADATA_ENTRIES = 16
 
 _NUM_TOKENIZER_THREADS = 2
 
 T = TypeVar("T")
-_Answer = TypeVar("_Answer", pb.PrefillResponse, pb.DecodeResponse)
 
 
 class GenerationService:
@@ -66,6 +50,8 @@ class GenerationService:
         abandoned_batch_timeout_s: a batch that no call has named for this long is ended. This finds clients that died
             between two calls; a live router names its batches in every call.
         cache_salt_metadata_key: the metadata key of a Prefill that holds the cache salt of its prompts; "" for none.
+        tells_refusal_reason: whether the text of a request that is refused or fails says why.
+        tells_cached_tokens: whether the metadata of an answer says what the prefix cache held.
         has_prompts_in_log: whether the log line of an ended request includes its prompt.
         observers: called for requests and steps, in addition to the log.
         step_loop: runs the steps; closed by `close`. On one of several shards it gives them one order on all: then
@@ -84,6 +70,8 @@ class GenerationService:
         num_shards: int = 1,
         abandoned_batch_timeout_s: float = 600.0,
         cache_salt_metadata_key: str = "",
+        tells_refusal_reason: bool = True,
+        tells_cached_tokens: bool = True,
         has_prompts_in_log: bool = False,
         observers: Observers | None = None,
         step_loop: StepLoop | None = None,
@@ -91,25 +79,24 @@ class GenerationService:
         self.urls = list(urls)
         self._info = backend.info
         self._info_message = to_info(self._info, has_chunked_prefill)
-        self._tokenizer = tokenizer
-        self._encoder = PromptEncoder(tokenizer, max_prompt_bytes(self._info.model.max_position_tokens))
-        self._texts = TokenTexts(tokenizer)
+        encoder = PromptEncoder(tokenizer, max_prompt_bytes(self._info.model.max_position_tokens))
+        self._reader = RequestReader(tokenizer, encoder, has_prompts_in_log)
+        texts = TokenTexts(tokenizer)
+        marks = EndMarks(next(iter(self._info.model.eos_token_ids), 0), tells_refusal_reason)
+        self._writer = AnswerWriter(texts, marks, tells_cached_tokens)
         observers = observers or Observers()
         self._observers = replace(observers, requests=(RequestLog(), *observers.requests))
-        self._runner = BatchRunner(backend, rank, num_shards, self._observers)
+        self._runner = BatchRunner(backend, texts, rank, num_shards, self._observers)
         self._loop = step_loop or StepLoop()
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
         self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
         self._cache_salt_metadata_key = cache_salt_metadata_key
-        self._has_prompts_in_log = has_prompts_in_log
         self._is_draining = False
         self._is_closed = False
         self._integrity_fault: Exception | None = None
         self._num_arriving = 0
         self._has_unchecked_steps = False
-        self._failed_prefill: tuple[int, int] | None = None
-        """Ids of the new and the running batch of a Prefill that failed; None again once the next step is requested."""
 
     @property
     def num_requests(self) -> int:
@@ -200,9 +187,6 @@ class GenerationService:
 
     async def clear_cache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         batch_ids = [request.id] if request.HasField("id") else None
-        if batch_ids and self._failed_prefill and self._failed_prefill[0] == request.id:
-            # After a failed Prefill a router drops the running batch too, but sends ClearCache for the new one only.
-            batch_ids.append(self._failed_prefill[1])
         await self._loop.run(functools.partial(self._runner.clear, batch_ids))
         return pb.ClearCacheResponse()
 
@@ -216,48 +200,71 @@ class GenerationService:
 
     async def prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         arrived_s, started_ns = time.monotonic(), time.perf_counter_ns()
-        if self._is_draining:
-            self._observers.report_refusal(Refusal.DRAINING, len(request.batch.requests))
-            raise UnavailableError("the server is draining; send new requests elsewhere")
-        self._failed_prefill = None
         self._num_arriving += len(request.batch.requests)
         try:
-            requests = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizer_threads,
-                self._read_batch,
-                request.batch,
-                self._read_namespace(context),
-                read_trace_context(context),
-                arrived_s,
-            )
+            requests = await self._read_or_give_up(request, context, arrived_s)
             result, response = await self._add_and_step(request, requests, started_ns)
         except Exception as error:
             refusal = find_refusal(error)
             if refusal is not None:
                 self._observers.report_refusal(refusal, len(request.batch.requests))
-            if request.HasField("cached_batch"):
-                self._failed_prefill = request.batch.id, request.cached_batch.id
             raise
         finally:
             self._num_arriving -= len(request.batch.requests)
-        context.set_trailing_metadata(_cached_tokens(result))
+        context.set_trailing_metadata(self._writer.trailers(result))
         return response
 
     async def decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         started_ns = time.perf_counter_ns()
-        self._failed_prefill = None
         batch_ids = [batch.id for batch in request.batches]
 
         def step() -> tuple[StepResult, pb.DecodeResponse]:
             result = self._runner.decode(batch_ids)
-            return result, self._answer(pb.DecodeResponse(), result, started_ns)
+            return result, self._writer.write(pb.DecodeResponse(), result, started_ns)
 
         result, response = await self._run_step(step, batch_ids)
-        context.set_trailing_metadata(_cached_tokens(result))
+        context.set_trailing_metadata(self._writer.trailers(result))
         return response
 
+    async def _read_or_give_up(
+        self, request: pb.PrefillRequest, context: Context, arrived_s: float
+    ) -> list[LiveRequest | EarlyEnd]:
+        try:
+            return await self._read_requests(request, context, arrived_s)
+        except PagedKVError:
+            if request.HasField("cached_batch"):
+                give_up = functools.partial(self._runner.give_up, request.cached_batch.id, request.batch.id)
+                await self._loop.run(give_up)
+            raise
+
+    async def _read_requests(
+        self, request: pb.PrefillRequest, context: Context, arrived_s: float
+    ) -> list[LiveRequest | EarlyEnd]:
+        """Reads the requests of a Prefill, refused ones too.
+
+        Raises:
+            RequestError: there is none, or the call's metadata is ambiguous.
+            DrainingError: nothing new is taken, and no running batch comes along that would end with an error.
+        """
+        messages = request.batch.requests
+        if not messages:
+            raise RequestError("the batch has no requests; send at least one")
+        if self._is_draining:
+            error = DrainingError("the server is draining; send new requests elsewhere")
+            if not request.HasField("cached_batch"):
+                raise error
+            return [refuse(RequestId(message.id), error) for message in messages]
+        return await asyncio.get_running_loop().run_in_executor(
+            self._tokenizer_threads,
+            self._reader.read,
+            request.batch,
+            self._read_namespace(context),
+            read_trace_context(context),
+            arrived_s,
+        )
+
     async def _add_and_step(
-        self, request: pb.PrefillRequest, requests: list[LiveRequest], started_ns: int
+        self, request: pb.PrefillRequest, requests: list[LiveRequest | EarlyEnd], started_ns: int
     ) -> tuple[StepResult, pb.PrefillResponse]:
         running_id = request.cached_batch.id if request.HasField("cached_batch") else None
         named = [] if running_id is None else [running_id]
@@ -265,7 +272,7 @@ class GenerationService:
         def step() -> tuple[StepResult, pb.PrefillResponse]:
             result = self._runner.prefill(request.batch.id, requests, running_id)
             named.append(request.batch.id)
-            return result, self._answer(pb.PrefillResponse(), result, started_ns)
+            return result, self._writer.write(pb.PrefillResponse(), result, started_ns)
 
         return await self._run_step(step, named)
 
@@ -290,33 +297,6 @@ class GenerationService:
             raise RequestError(f"the metadata has {self._cache_salt_metadata_key} {len(salts)} times; send it once")
         return CacheNamespace(salt=str(salts[0]) if salts else "")
 
-    def _read_batch(
-        self, batch: pb.Batch, namespace: CacheNamespace, trace_context: Mapping[str, str], arrived_s: float
-    ) -> list[LiveRequest]:
-        return [
-            LiveRequest(
-                request,
-                OutputText(self._tokenizer, request.prompt_ids, request.params.stop),
-                arrived_s,
-                trace_context,
-                self._tokenizer.decode(request.prompt_ids) if self._has_prompts_in_log else None,
-            )
-            for request in to_requests(batch, self._encoder, namespace)
-        ]
-
-    def _answer(self, response: _Answer, result: StepResult, started_ns: int) -> _Answer:
-        converting_ns = time.perf_counter_ns()
-        response.generations.extend([to_generation(token, self._texts) for token in result.tokens])
-        if result.batch is not None:
-            response.batch.CopyFrom(to_cached_batch(result.batch))
-        if result.join_ns is not None:
-            response.concat_ns = result.join_ns
-        ended_ns = time.perf_counter_ns()
-        response.forward_ns = result.forward_ns
-        response.decode_ns = result.text_ns + ended_ns - converting_ns
-        response.total_ns = ended_ns - started_ns
-        return response
-
 
 def _log_capacity(info: BackendInfo, capacity: Capacity) -> None:
     bytes_per_block = info.model.bytes_per_block(info.block_size, info.kv_dtype)
@@ -330,12 +310,3 @@ def _log_capacity(info: BackendInfo, capacity: Capacity) -> None:
         **asdict(capacity),
     }
     logger.info("capacity: %s", json.dumps(fields), extra={"fields": fields})
-
-
-def _cached_tokens(result: StepResult) -> list[tuple[str, str]]:
-    entries = [
-        (CACHED_TOKENS_METADATA, f"{token.request.id}={token.output.num_cached_tokens}")
-        for token in result.tokens
-        if token.is_first
-    ]
-    return entries if len(entries) <= MAX_METADATA_ENTRIES else []

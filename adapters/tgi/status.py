@@ -9,12 +9,14 @@ import grpc
 
 from pagedkv.plugin.errors import (
     CapacityError,
+    DrainingError,
     DuplicateRequestError,
     NotFoundError,
     PagedKVError,
     RequestError,
     StepError,
     UnavailableError,
+    UnsupportedRequestError,
 )
 from pagedkv.plugin.observer import Refusal
 
@@ -32,8 +34,10 @@ RequestErrors. Any other exception is a fault of the server: INTERNAL."""
 REFUSALS: dict[type[PagedKVError], Refusal] = {
     CapacityError: Refusal.TOO_LONG,
     DuplicateRequestError: Refusal.DUPLICATE,
+    UnsupportedRequestError: Refusal.UNSUPPORTED,
     RequestError: Refusal.INVALID,
     NotFoundError: Refusal.UNKNOWN_BATCH,
+    DrainingError: Refusal.DRAINING,
     UnavailableError: Refusal.NOT_READY,
 }
 """The errors with which new requests are refused, and the refusal reason that each counts as. Any other error ends
@@ -70,3 +74,16 @@ def read_error(code: grpc.StatusCode, details: str) -> PagedKVError:
         grpc.StatusCode.UNAVAILABLE: UnavailableError,
     }
     return kinds.get(code, PagedKVError)(details)
+
+
+def read_refusal(reason: str, text: str) -> PagedKVError:
+    """Returns the exception that a client raises for a request that was refused or failed alone.
+
+    Args:
+        reason: a refusal's value, or "failed".
+        text: what the server says of it; may be empty.
+    """
+    text = text or f"the server ended the request ({reason}); its log says why"
+    if reason in (Refusal.DRAINING.value, Refusal.NOT_READY.value):
+        return UnavailableError(text)
+    return PagedKVError(text) if reason == Refusal.FAILED.value else RequestError(text)

@@ -28,8 +28,8 @@ class LiveSequence:
     """None until the sequence is first admitted."""
     admitted_s: float | None = None
     """Time of the first admission, of `time.monotonic`."""
-    prefill_logprobs: list[float] = field(default_factory=list)
-    """One for each prompt token computed so far; empty unless the request asks for them."""
+    prefill_logprobs: list[float] = field(default_factory=lambda: [math.nan])
+    """One for each prompt token computed so far, the first NaN; used only where the request asks for them."""
 
     @classmethod
     def create(cls, request: Request, arrival: int, fresh_seed: int | None = None) -> LiveSequence:

@@ -109,7 +109,8 @@ REQUESTS = _events(
 REFUSED = _events(
     "pagedkv_refused_requests_total",
     "requests",
-    "Requests not taken, by `reason`: `invalid`, `too_long`, `duplicate` id, `unknown_batch`, `not_ready`, `draining`.",
+    "Requests not taken, by `reason`: `invalid`, `unsupported`, `too_long`, `duplicate` id, `unknown_batch`, "
+    "`not_ready`, `draining`, `failed` to be read.",
     "reason",
 )
 INFO = _gauge(

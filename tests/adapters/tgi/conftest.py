@@ -217,6 +217,16 @@ class Wire:
             texts |= {g.request_id: g.generated_text.text for g in response.generations if g.HasField("generated_text")}
         return texts
 
+    def ended_early(self, *requests: pb.Request, batch_id: int = 9000) -> dict[int, str]:
+        """Texts of the requests of a new batch, all of which end in its first answer without a token of the model."""
+        response = self.prefill(batch_id, *requests)
+        assert not response.HasField("batch")
+        for generation in response.generations:
+            assert list(generation.tokens.logprobs) == [0.0]
+            assert generation.generated_text.finish_reason == pb.FINISH_REASON_EOS_TOKEN
+            assert generation.generated_text.generated_tokens == 1, "a router divides by it"
+        return {generation.request_id: generation.generated_text.text for generation in response.generations}
+
     def refused(self, call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
         """Code and text that a call is refused with."""
         with pytest.raises(grpc.RpcError) as caught:

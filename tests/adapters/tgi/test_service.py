@@ -305,18 +305,16 @@ class TestErrors:
         assert wire.finish(wire.decode(1)) == {1: "bcdef"}
         assert wire.finish(wire.prefill(2, wire.request(1, "k"))) == {1: "lmnop"}, "the ids are free again"
 
-    def test_a_prompt_one_token_over_the_limit_is_an_error_for_it_alone(self, wire):
-        code, details = wire.refused(lambda: wire.prefill(1, wire.request(7, "a" * 256, 1)))
-        assert code == INVALID
-        assert "request 7" in details
-        assert "255" in details
+    def test_a_prompt_one_token_over_the_limit_ends_alone(self, wire):
+        text = wire.ended_early(wire.request(7, "a" * 256, 1))[7]
+        assert "256 tokens" in text
+        assert "255" in text
         assert wire.finish(wire.prefill(1, wire.request(7, "a" * 255, 1))) == {7: "b"}
 
-    def test_a_prompt_of_ten_megabytes_is_refused_before_it_is_tokenized(self, wire):
+    def test_a_prompt_of_ten_megabytes_is_cut_before_it_is_tokenized(self, wire):
         started_s = time.monotonic()
-        code, details = wire.refused(lambda: wire.prefill(1, wire.request(1, "a" * 10_000_000)))
-        assert code == INVALID
-        assert "10000000 bytes" in details
+        request = wire.request(1, "b" * 10_000_000 + "a", 2, truncate=100)
+        assert wire.finish(wire.prefill(1, request)) == {1: "bc"}
         assert time.monotonic() - started_s < 5
 
     def test_a_message_over_the_configured_size_is_refused(self, wire):
@@ -336,9 +334,12 @@ class TestErrors:
         assert wire.refused(lambda: call(data))[0] == INVALID
 
     def test_a_refusal_that_quotes_the_client_at_length_arrives(self, wire):
-        code, details = wire.refused(lambda: wire.prefill(1, wire.request(1, "a", adapter_id="😀" * 10_000)))
-        assert code == INVALID
-        assert "adapter '😀😀" in details
+        batch = pb.CachedBatch(id=2**63)
+        requests = [wire.request(2**62 + i, "a") for i in range(200)]
+        code, details = wire.refused(lambda: wire.filter(100, *(request.id for request in requests)))
+        assert code == NOT_FOUND
+        assert str(2**62) in details
+        assert wire.refused(lambda: wire.prefill(2, *requests, running=batch))[0] == NOT_FOUND
 
     def test_an_unknown_method_is_unimplemented(self, wire):
         call = wire.channel.unary_unary("/generate.v3.TextGenerationService/Nope")
@@ -353,10 +354,27 @@ class TestErrors:
                 raise StepError("out of luck", [2])
 
         backend.before_step = fail
-        assert wire.refused(lambda: wire.decode(1)) == (INTERNAL, "out of luck")
-        assert wire.finish(wire.decode(1)) == {1: "bcdef"}
+        response = wire.decode(1)
+        (ended,) = response.generations
+        assert ended.request_id == 2
+        assert ended.generated_text.text == "l\n\nThe request failed: out of luck"
+        assert list(ended.tokens.texts) == ["\n\nThe request failed: out of luck"]
+        assert list(response.batch.request_ids) == [1]
+        assert wire.finish(wire.decode(response.batch)) == {1: "bcdef"}
 
-    def test_a_failed_prefill_ends_its_own_requests_and_spares_the_running_batch(self, wire, backend):
+    def test_a_step_that_fails_for_all_of_a_call_is_an_error(self, wire, backend):
+        wire.prefill(1, wire.request(1, "a"), wire.request(2, "k"))
+
+        def fail(ids):
+            if 2 in ids:
+                backend.abort([1, 2])
+                raise StepError("out of luck", [1, 2])
+
+        backend.before_step = fail
+        assert wire.refused(lambda: wire.decode(1)) == (INTERNAL, "out of luck")
+        assert wire.refused(lambda: wire.decode(1))[0] == NOT_FOUND
+
+    def test_a_failed_prefill_ends_the_requests_it_names_and_spares_the_others(self, wire, backend):
         running = wire.prefill(1, wire.request(1, "a")).batch
 
         def fail(ids):
@@ -365,21 +383,20 @@ class TestErrors:
                 raise StepError("out of luck", [3])
 
         backend.before_step = fail
-        requests = [wire.request(2, "k"), wire.request(3, "k")]
-        assert wire.refused(lambda: wire.prefill(2, *requests, running=running))[0] == INTERNAL
-        assert set(backend.requests) == {1, 100}
-        assert wire.finish(wire.decode(1)) == {1: "bcdef"}
+        response = wire.prefill(2, wire.request(2, "k"), wire.request(3, "k"), running=running)
+        assert [generation.request_id for generation in response.generations] == [3]
+        assert wire.finish(response) == {1: "bcdef", 2: "lmnop", 3: "The request failed: out of luck"}
 
     def test_a_router_that_clears_its_failed_prefill_has_given_up_the_running_batch_too(self, wire, backend):
         running = wire.prefill(1, wire.request(1, "a")).batch
-        assert wire.refused(lambda: wire.prefill(2, wire.request(2, ""), running=running))[0] == INVALID
+        assert wire.refused(lambda: wire.prefill(2, running=running))[0] == INVALID
         assert 1 in backend.requests
         wire.clear(2)
         assert 1 not in backend.requests
 
     def test_a_client_that_goes_on_after_a_failed_prefill_keeps_its_running_batch(self, wire):
         running = wire.prefill(1, wire.request(1, "a")).batch
-        wire.refused(lambda: wire.prefill(2, wire.request(2, ""), running=running))
+        wire.refused(lambda: wire.prefill(2, running=running))
         running = wire.decode(1)
         wire.clear(2)
         assert wire.finish(running) == {1: "bcdef"}

@@ -250,10 +250,18 @@ def _expected(oracle: Oracle, client: Client) -> tuple[list[int], int]:
     return ids, pb.FINISH_REASON_LENGTH
 
 
+def _has_failed_alone(client: Client) -> bool:
+    """Whether a step failed for it, and not for all of its call."""
+    return client.stream is not None and "The request failed: " in client.stream.text
+
+
 def _check_client(oracle: Oracle, client: Client) -> None:
     stream = client.stream
     assert stream is not None
     ids, reason = _expected(oracle, client)
+    if _has_failed_alone(client):
+        assert stream.ids[:-1] == ids[: len(stream.ids) - 1]
+        return
     assert stream.ids == ids[: len(stream.ids)]
     assert "".join(stream.texts) == TOKENIZER.decode(stream.ids)
     assert stream.ending in (Ending.FINISHED, Ending.LEFT, Ending.FAILED)
@@ -306,6 +314,7 @@ class Played:
     faults: Faults
     stats: BackendStats
     num_endings: Counter[Ending]
+    num_failed_alone: int
 
 
 @pytest.fixture(autouse=True)
@@ -363,6 +372,7 @@ def play(tmp_path: Path) -> Callable[..., Played]:
             setup.faults,
             stats,
             Counter(client.stream.ending for client in clients if client.stream and client.stream.ending),
+            sum(map(_has_failed_alone, clients)),
         )
 
     return play
@@ -372,8 +382,8 @@ def _check_that_much_happened(played: Played) -> None:
     """A run in which nothing failed or left would show nothing."""
     assert played.num_endings[Ending.FINISHED] > NUM_STREAMS / 3
     assert played.num_endings[Ending.LEFT] > NUM_STREAMS / 20
-    assert played.num_failed_calls == played.faults.num_faults >= 2
-    assert played.num_endings[Ending.FAILED] > played.num_failed_calls
+    assert 2 <= played.faults.num_faults >= played.num_failed_calls
+    assert played.num_endings[Ending.FAILED] + played.num_failed_alone >= played.faults.num_faults
     assert played.num_calls["FilterBatch"] > 5
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.answers import CACHED_TOKENS_METADATA
 from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
-from pagedkv.adapters.tgi.service import CACHED_TOKENS_METADATA
 from pagedkv.integration.measure.benchmark.workloads import to_text
 from pagedkv.integration.serve.child_process import child_server
 from pagedkv.plugin.config import load_config

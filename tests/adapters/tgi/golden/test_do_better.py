@@ -159,11 +159,19 @@ def test_inputs_without_chunks_and_several_text_chunks_are_a_prompt(golden, trac
     assert stream.final.text == " Paris"
 
 
-def test_a_batch_with_an_image_alone_is_refused(golden):
+def test_a_request_with_an_image_alone_ends_alone(golden):
     prefill = golden.request_of(golden.load("20d_image_only")[0])
-    chunks = prefill.batch.requests[0].input_chunks.chunks
-    chunks.append(pb.InputChunk(image=pb.Image(data=b"\x89PNG", mimetype="image/png")))
-    assert golden.wire.refused(lambda: golden.wire.stub.Prefill(prefill))[0] == INVALID
+    request = prefill.batch.requests[0]
+    request.input_chunks.chunks.append(pb.InputChunk(image=pb.Image(data=b"\x89PNG", mimetype="image/png")))
+    assert "text" in golden.wire.ended_early(request)[request.id]
+
+
+@pytest.mark.parametrize("trace", ["21c_empty_batch", "21g_prefill_missing_batch"])
+def test_a_batch_without_requests_is_invalid(golden, trace):
+    call = golden.load(trace)[0]
+    code, details = golden.wire.refused(lambda: golden.send(call))
+    assert code == INVALID
+    assert "no requests" in details
 
 
 @pytest.mark.parametrize(
@@ -172,30 +180,83 @@ def test_a_batch_with_an_image_alone_is_refused(golden):
         ("09d_truncate_zero", "truncate"),
         ("20d_image_only", "text"),
         ("20e_empty_text", "text"),
-        ("20f_empty_text_in_batch", "text"),
-        ("21c_empty_batch", "no requests"),
-        ("21d_max_new_tokens_0", "max_new_tokens"),
-        ("21d2_max_new_tokens_0_mixed", "max_new_tokens"),
         ("21f_default_parameters", "temperature"),
         ("21f2_top_p_zero", "top_p"),
         ("21f3_typical_p_zero", "typical_p"),
         ("21f4_repetition_penalty_negative", "repetition_penalty"),
-        ("21f6_no_stopping_parameters", "max_new_tokens"),
-        ("21g_prefill_missing_batch", "no requests"),
-        ("21i_adapter_id", "adapter"),
         ("21j_top_n_huge", "top_n_tokens"),
-        ("22a_grammar_regex", "grammar"),
         ("22b_grammar_json_type", "grammar"),
         ("22c_grammar_json_regex", "grammar"),
         ("22d_grammar_invalid", "grammar"),
         ("22e_grammar_sampling_stop", "grammar"),
     ],
 )
-def test_a_wrong_request_is_invalid_and_told_what_to_change(golden, trace, word):
-    call = golden.load(trace)[0]
-    code, details = golden.wire.refused(lambda: golden.send(call))
-    assert code == INVALID
-    assert word in details
+def test_a_wrong_request_ends_alone_and_is_told_what_to_change(golden, trace, word):
+    prefill = golden.request_of(golden.load(trace)[0])
+    texts = golden.wire.ended_early(*prefill.batch.requests)
+    assert set(texts) == {request.id for request in prefill.batch.requests}
+    assert all(word in text for text in texts.values())
+
+
+@pytest.mark.parametrize("trace", ["20f_empty_text_in_batch", "22a_grammar_regex"])
+def test_a_wrong_request_ends_alone_and_the_ones_beside_it_are_served(golden, trace):
+    prefill = golden.request_of(golden.load(trace)[0])
+    wrong = [request.id for request in prefill.batch.requests if not prompt_of(request) or request.parameters.grammar]
+    streams = golden.run_to_end(prefill)
+    assert 0 < len(wrong) < len(streams)
+    for request_id, stream in streams.items():
+        assert ("was refused" in stream.final.text) == (request_id in wrong)
+
+
+@pytest.mark.parametrize(
+    "trace", ["21d_max_new_tokens_0", "21d2_max_new_tokens_0_mixed", "21f6_no_stopping_parameters"]
+)
+def test_an_output_of_no_tokens_is_one_of_one_token(golden, trace):
+    prefill = golden.request_of(golden.load(trace)[0])
+    streams = golden.run_to_end(prefill)
+    for request in prefill.batch.requests:
+        if not request.stopping_parameters.max_new_tokens:
+            assert len(streams[request.id].ids) == 1
+            assert streams[request.id].final.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+def test_an_adapter_that_is_not_loaded_is_passed_over(golden):
+    prefill = golden.request_of(golden.load("21i_adapter_id")[0])
+    (named,) = golden.run_to_end(prefill).values()
+    prefill.batch.requests[0].ClearField("adapter_id")
+    (plain,) = golden.run_to_end(prefill).values()
+    golden.assert_same_stream(plain, named)
+
+
+def test_extreme_parameters_give_numbers_and_leave_the_row_beside_as_it_is(golden):
+    text = "The capital of France is"
+    extremes = [
+        {"temperature": math.inf, "do_sample": True},
+        {"temperature": 1e-39, "do_sample": True, "repetition_penalty": math.inf},
+        {"repetition_penalty": math.inf},
+        {"repetition_penalty": 1e-39},
+        {"frequency_penalty": math.inf},
+        {"temperature": math.inf, "repetition_penalty": math.inf, "frequency_penalty": -math.inf, "top_k": 5},
+        {"temperature": math.inf, "repetition_penalty": 1e-39, "typical_p": 0.5, "top_p": 0.5},
+    ]
+    (alone,) = golden.run_to_end(pb.PrefillRequest(batch=pb.Batch(requests=[golden.wire.request(0, text, 8)]))).values()
+    requests = [golden.wire.request(0, text, 8)]
+    requests += [golden.wire.request(i, text, 8, parameters=extreme) for i, extreme in enumerate(extremes, 1)]
+    streams = golden.run_to_end(pb.PrefillRequest(batch=pb.Batch(requests=requests)))
+    assert streams[0].ids == alone.ids
+    golden.assert_close(alone.logprobs, streams[0].logprobs)
+    assert all(math.isfinite(logprob) for stream in streams.values() for logprob in stream.logprobs)
+    vocab_size = golden.served.backend.info.model.vocab_size
+    assert streams[1].logprobs == pytest.approx([-math.log(vocab_size)] * 8, abs=1e-3), "all tokens alike"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_logprobs_of_a_prompt_of_one_token_are_one_nan(golden, beside):
+    request = golden.wire.request(1, "The capital of France", 1, truncate=1, prefill_logprobs=True)
+    others = [golden.wire.request(2, "The capital of France", 1, prefill_logprobs=True)] if beside else []
+    for generation in golden.wire.prefill(1, request, *others).generations:
+        assert len(generation.prefill_tokens.logprobs) == len(generation.prefill_tokens.ids)
+        assert math.isnan(generation.prefill_tokens.logprobs[0])
 
 
 def test_a_wrong_size_of_a_batch_is_ignored(golden):
@@ -229,11 +290,12 @@ def test_an_unknown_method_is_unimplemented(golden):
     assert golden.wire.refused(lambda: call(b""))[0] == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_prompt_over_the_limit_is_refused_unless_truncation_makes_it_fit(golden):
+def test_a_prompt_over_the_limit_ends_alone_unless_truncation_makes_it_fit(golden):
     fits, _, too_long, _ = golden.load("21k_huge_prompt")
     (stream,) = golden.run_to_end(golden.request_of(fits)).values()
     assert stream.final.text == " hello world"
-    assert golden.refused(too_long) == INVALID
+    (request,) = golden.request_of(too_long).batch.requests
+    assert "the limit is" in golden.wire.ended_early(request)[request.id]
 
 
 def test_the_server_lives_after_what_ended_the_recorded_one(golden):

@@ -167,15 +167,23 @@ async def _check_refusals(lab, served, watch: Watch) -> None:
         with pytest.raises(grpc.RpcError):
             await served.prefill(9, *requests, running=running)
 
-    await refused(lab.ask(1, "", 4), lab.ask(2, "sent along", 4))
-    await refused(lab.ask(1, "x" * 400, 4))
+    grammar = pb.NextTokenChooserParameters(
+        temperature=1.0, top_p=1.0, typical_p=1.0, grammar="[0-9]+", grammar_type=pb.GRAMMAR_TYPE_REGEX
+    )
+    with_grammar = lab.ask(3, "x", 4)
+    with_grammar.parameters.CopyFrom(grammar)
+    served_beside = await served.prefill(
+        9, lab.ask(1, "", 4), lab.ask(2, "x", 1), with_grammar, lab.ask(4, "x" * 400, 4)
+    )
+    assert not served_beside.HasField("batch")
     await refused(lab.ask(1, "x", 4), running=pb.CachedBatch(id=77))
     await served.prefill(1, lab.ask(1, "x", 20))
     await refused(lab.ask(1, "x", 4))
     served.server.service.begin_drain()
     await refused(lab.ask(5, "x", 4))
     watch.step()
-    reasons = {"invalid": 2, "too_long": 1, "unknown_batch": 1, "duplicate": 1, "draining": 1, "not_ready": 0}
+    told = ("invalid", "unsupported", "too_long", "unknown_batch", "duplicate", "draining")
+    reasons = {**dict.fromkeys(told, 1), "not_ready": 0, "failed": 0}
     assert {reason: watch.grown("pagedkv_refused_requests_total", reason=reason) for reason in reasons} == reasons
     assert watch.after.value("pagedkv_healthy") == 0
     await served.clear()
