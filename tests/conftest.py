@@ -30,8 +30,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers of pytest-xdist share the cores: one thread each, so that they don't fight for them.
-    torch.set_num_threads(1 if hasattr(config, "workerinput") else min(2, os.cpu_count() or 1))
+    # Workers of pytest-xdist share the cores: one thread each, so that they don't fight for them. Nor do the processes
+    # that they start: threads of OpenMP that wait for one another spin, and a server's start would take twice as long.
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ Command = Callable[..., Any]
 QUICK = ("--scale", 1 / 64, "--kv-memory", "1MiB", "--set", "scheduler.max_step_tokens=256")
 
 
+@pytest.mark.slow
 def test_backend_and_peer_run_side_by_side(pagedkv: Command, tiny_model: Path, fake_peer: str, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("page.html", "tables.md", "picture.svg")]
     outcome = pagedkv(

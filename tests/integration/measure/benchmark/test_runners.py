@@ -97,6 +97,7 @@ def test_static_batches_of_transformers_make_each_request_its_own_number_of_toke
     assert engine.info["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_server_answers_the_same_requests_through_grpc(tiny_model: Path) -> None:
     requests = _draw(tiny_model, "mixed", 1 / 16)
     requests[30:] = [RunRequest(one.prompt_ids, 3, arrival_s=0.02) for one in requests[30:]]

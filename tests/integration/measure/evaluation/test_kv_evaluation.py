@@ -71,6 +71,7 @@ def texts(tmp_path: Path) -> list[str]:
     return ["--text", str(tmp_path / "fox.txt"), "--text", str(tmp_path / "fox.py")]
 
 
+@pytest.mark.slow
 def test_eval_kv_reports_every_dtype_on_prose_and_on_code(
     pagedkv: Callable[..., Any], byte_model: Path, texts: list[str]
 ) -> None:
@@ -155,6 +156,7 @@ def test_a_sequence_has_the_same_logits_in_chunks_and_token_by_token(byte_model:
         torch.testing.assert_close(stepped.forward(ids[:, place : place + 1], place)[:, 0], expected[:, place])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_default_dtypes_stay_near_on_a_model_whose_keys_have_outliers(demo_model: Path) -> None:
     """SmolLM2 has no QK norm, and channels of its keys are ten times as large as others. Bounds are some three times
