@@ -9,12 +9,14 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ GROUPS = yaml.safe_load((DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))["g
 RULES = [rule for group in GROUPS for rule in group["rules"]]
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 SCRAPE_INTERVAL_S = 0.5
+ROUTER_METRICS = {
+    "tgi_queue_size",
+    "tgi_batch_current_max_tokens",
+    "tgi_request_success",
+    "tgi_request_failure",
+    "tgi_request_duration_bucket",
+    "tgi_request_queue_duration_bucket",
+}
+"""Some of what text-generation-inference's router 3.3.6 serves. Its durations have no unit in their names."""
 NUM_ROUNDS = 8
 
 
@@ -45,6 +56,10 @@ def _queries() -> list[str]:
 def _metric_names(query: str) -> set[str]:
     """Names in a query; what stands in quotes is none."""
     return set(re.findall(r"\bpagedkv[a-z0-9_:]*", re.sub(r'"[^"]*"', '""', query)))
+
+
+def _router_metric_names(query: str) -> set[str]:
+    return set(re.findall(r"\btgi_[a-z_]*", re.sub(r'"[^"]*"', '""', query)))
 
 
 def _labels(query: str) -> set[str]:
@@ -66,8 +81,27 @@ def test_queries_and_rules_name_only_what_is_served(lab) -> None:
     assert len(queries) > 40
     for query in queries:
         assert _metric_names(query) - recorded <= served_names, query
-        known = {*BASE_LABELS, "le", "instance", "job", "gpu", *(metric.label for metric in CATALOGUE if metric.label)}
+        assert _router_metric_names(query) <= ROUTER_METRICS, query
+        own = {metric.label for metric in CATALOGUE if metric.label}
+        known = {*BASE_LABELS, "le", "instance", "job", "gpu", "server", "err", *own}
         assert _labels(query) <= known, query
+
+
+def test_a_row_joins_the_router_s_metrics_and_ours_by_their_host() -> None:
+    """The two have ports of their own, so that the label `instance` differs."""
+    joined = [query for query in _queries() if _router_metric_names(query) or "label_replace" in query]
+    assert set().union(*map(_router_metric_names, joined)) == ROUTER_METRICS
+    for query in joined:
+        assert '"server", "$1", "instance", "([^:]+).*"' in query
+        assert "by (server" in query or "by (le, server" in query
+
+
+def test_durations_are_told_apart_up_to_ten_minutes_and_tokens_up_to_ten_seconds() -> None:
+    """Behind a router that queues, on CPUs, p99 of 90 s must not be shown as 60."""
+    last = {metric.name: metric.buckets[-1] for metric in CATALOGUE if metric.unit == "seconds" and metric.buckets}
+    assert last.pop("pagedkv_time_per_output_token_seconds") == 10
+    assert len(last) == 4
+    assert set(last.values()) == {600}
 
 
 def test_every_metric_that_matters_to_a_reader_is_on_the_dashboard() -> None:
@@ -79,7 +113,6 @@ def test_every_metric_that_matters_to_a_reader_is_on_the_dashboard() -> None:
     left_out = {metric.name for metric in CATALOGUE} - shown
     assert left_out == {
         "pagedkv_cache_total_blocks",
-        "pagedkv_cache_block_size_tokens",
         "pagedkv_last_step_timestamp_seconds",
         "pagedkv_info",
     }
@@ -162,6 +195,44 @@ def _prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
             process.wait()
 
 
+class _Router(BaseHTTPRequestHandler):
+    """Metrics as text-generation-inference's router serves them, of one that has had some requests and errors."""
+
+    num_scrapes = 0
+
+    def do_GET(self) -> None:
+        type(self).num_scrapes += 1
+        count = self.num_scrapes
+        lines = ["tgi_queue_size 3", "tgi_batch_current_max_tokens 4096", f"tgi_request_success {count}"]
+        lines.append(f'tgi_request_failure{{err="validation"}} {count}')
+        for name in ("tgi_request_duration", "tgi_request_queue_duration"):
+            lines += [f'{name}_bucket{{le="{bound}"}} {count}' for bound in ("0.1", "1.5", "+Inf")]
+            lines += [f"{name}_sum {count}", f"{name}_count {count}"]
+        body = ("\n".join(lines) + "\n").encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def _router_s_metrics() -> Iterator[str]:
+    """The target of a router's metrics."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Router)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def _wait_until_scraped(url: str, num_targets: int, log: Path) -> None:
     """Prometheus takes some seconds until it first looks at its targets."""
     deadline_s = time.monotonic() + 30
@@ -197,8 +268,9 @@ def test_every_query_of_the_dashboard_returns_data_from_running_servers(lab, tmp
         async with AsyncExitStack() as stack:
             paged = await stack.enter_async_context(lab.serve(lab.make_backend(24), name="paged"))
             contiguous = await stack.enter_async_context(lab.serve(_make_contiguous(tmp_path / "model"), name="other"))
+            router = stack.enter_context(_router_s_metrics())
             targets = [one.observers.metrics_url.split("/")[2] for one in (paged, contiguous)]
-            url = await asyncio.to_thread(stack.enter_context, _prometheus(tmp_path, targets))
+            url = await asyncio.to_thread(stack.enter_context, _prometheus(tmp_path, [*targets, router]))
             for number in range(NUM_ROUNDS):
                 for served in (paged, contiguous):
                     await _load(lab, served, number)
