@@ -1,4 +1,4 @@
-"""README's plugin, as a distribution of its own: installed, found by its entry point, served with."""
+"""The plugin of PLUGINS.md, as a distribution of its own: installed, found by its entry point, served with."""
 
 from __future__ import annotations
 

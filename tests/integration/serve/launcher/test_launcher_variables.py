@@ -58,7 +58,9 @@ def test_no_variable_of_the_stock_server_or_the_launcher_is_without_an_answer() 
 
 
 def test_table_of_drop_in_is_this_one() -> None:
-    assert markdown_table() in DROP_IN.read_text(encoding="utf-8"), "put markdown_table()'s output there"
+    assert markdown_table() in DROP_IN.read_text(encoding="utf-8"), (
+        "run `python tests/integration/docs/update_tables.py`"
+    )
 
 
 def test_a_launcher_without_flags_sets_nothing() -> None:
