@@ -112,9 +112,6 @@ class AutoKernels:
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
         self._picked().copy_blocks(storage, copies)
 
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
-        self._picked().swap_blocks(source, target, copies)
-
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._picked().read(storage, slots)
 

@@ -86,17 +86,11 @@ class ReferenceKernels:
         return out
 
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
-        self.swap_blocks(storage, storage, copies)
-
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
         if not copies:
             return
-        for name, from_tensor in source.tensors.items():
-            to_tensor = target.tensors[name]
-            blocks = from_tensor[torch.tensor([copy.source for copy in copies], device=from_tensor.device)]
-            to_tensor[torch.tensor([copy.target for copy in copies], device=to_tensor.device)] = blocks.to(
-                to_tensor.device
-            )
+        sources, targets = ([copy.source for copy in copies], [copy.target for copy in copies])
+        for tensor in storage.tensors.values():
+            tensor[targets] = tensor[sources]
 
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         block_size = storage.spec.block_size

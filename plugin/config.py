@@ -199,9 +199,6 @@ class ServerSection(_Section):
     chunked_prefill: bool = Field(
         True, description="Tell the router that new and running requests may share a step (paged backend)."
     )
-    prefill_tokens: Auto | PositiveInt = Field(
-        AUTO, description='Prompt tokens of one warm-up batch; "auto" is what the router asks for.'
-    )
 
     @field_validator("cache_salt_metadata_key")
     @classmethod

@@ -354,9 +354,6 @@ class AttentionKernels(Protocol):
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
         """Copies whole blocks, scales too. No target is a source in the same call."""
 
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
-        """Like `copy_blocks`, between two storages of the same spec, which may be on two devices."""
-
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantizes what is stored at slots: [N] int64, for tests and inspection.
 

@@ -90,9 +90,6 @@ class RecordingKernels:
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
         self._kernels.copy_blocks(storage, copies)
 
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
-        self._kernels.swap_blocks(source, target, copies)
-
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kernels.read(storage, slots)
 

@@ -20,7 +20,7 @@ from pagedkv.integration.serve.observers import ServerObservers, open_observers
 from pagedkv.integration.serve.shards import joined_shards
 from pagedkv.integration.serve.weights import find_model_directory
 from pagedkv.plugin.assemble import Assembly, assemble
-from pagedkv.plugin.config import AUTO, ENVIRONMENT_PREFIX, Config
+from pagedkv.plugin.config import ENVIRONMENT_PREFIX, Config
 from pagedkv.plugin.distributed import ShardGroup, ShardInfo
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
@@ -174,7 +174,7 @@ async def _serve(
     await server.start()
     try:
         if announce is not None:
-            capacity = await server.warm_up(_warmup_limits(config))
+            capacity = await server.warm_up(WarmupLimits())
             announce(
                 ServerSummary.create(server.targets, config.model.path, backend.info, capacity, observers.metrics_url)
             )
@@ -217,11 +217,6 @@ def _exit_now(code: int) -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
-
-
-def _warmup_limits(config: Config) -> WarmupLimits:
-    prefill_tokens = config.server.prefill_tokens
-    return WarmupLimits(max_prefill_tokens=0 if prefill_tokens == AUTO else prefill_tokens)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -105,15 +105,12 @@ class CpuKernels:
         return out
 
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
-        self.swap_blocks(storage, storage, copies)
-
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
         if not copies:
             return
         sources = torch.tensor([copy.source for copy in copies])
         targets = torch.tensor([copy.target for copy in copies])
-        for name, tensor in source.tensors.items():
-            _bytes_of(target.tensors[name]).index_copy_(0, targets, _bytes_of(tensor)[sources])
+        for tensor in map(_bytes_of, storage.tensors.values()):
+            tensor.index_copy_(0, targets, tensor[sources])
 
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if are_supported_nibbles(storage.spec.kv_dtype):

@@ -1,4 +1,4 @@
-"""Copies whole blocks: inside a storage, between two, and to and from host memory."""
+"""Copies whole blocks inside a storage."""
 
 from __future__ import annotations
 
@@ -15,34 +15,25 @@ _CHUNK = 2048
 """Words that a program moves."""
 
 
-def plan_copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> Launch:
-    """The launch that copies rows of the first dim between two tensors of one device; they may be the same tensor.
+def plan_copy(blocks: torch.Tensor, pairs: torch.Tensor) -> Launch:
+    """Returns the launch that copies rows of the first dim inside a tensor.
 
     Args:
         pairs: [N, 2] int64, source and target row.
     """
-    words, target_words = _as_words(source), _as_words(target)
+    words = _as_words(blocks)
     row_words = words.shape[1]
     return Launch(
         _copy_kernel,
         (pairs.shape[0], triton.cdiv(row_words, _CHUNK)),
         {
-            "source_ptr": words,
-            "target_ptr": target_words,
+            "words_ptr": words,
             "pairs_ptr": pairs,
             "row_words": row_words,
             "CHUNK": _CHUNK,
         },
         num_warps=4,
     )
-
-
-def copy_across(source: torch.Tensor, target: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """Copies rows of the first dim between tensors of two devices, gathered into one transfer."""
-    words, target_words = _as_words(source), _as_words(target)
-    sources = torch.tensor([copy.source for copy in copies], device=source.device)
-    targets = torch.tensor([copy.target for copy in copies], device=target.device)
-    target_words.index_copy_(0, targets, words.index_select(0, sources).to(target.device))
 
 
 def copy_pairs(copies: Sequence[BlockCopy], device: torch.device) -> torch.Tensor:
@@ -57,11 +48,11 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _copy_kernel(source_ptr, target_ptr, pairs_ptr, row_words, CHUNK: tl.constexpr):
+def _copy_kernel(words_ptr, pairs_ptr, row_words, CHUNK: tl.constexpr):
     pair_ptr = pairs_ptr + tl.program_id(0) * 2
     source = tl.load(pair_ptr)
     target = tl.load(pair_ptr + 1)
     words = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     is_word = words < row_words
-    loaded = tl.load(source_ptr + source * row_words + words, mask=is_word)
-    tl.store(target_ptr + target * row_words + words, loaded, mask=is_word)
+    loaded = tl.load(words_ptr + source * row_words + words, mask=is_word)
+    tl.store(words_ptr + target * row_words + words, loaded, mask=is_word)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pagedkv.kernels.triton.attention import plan_attention
-from pagedkv.kernels.triton.copy import copy_across, copy_pairs, plan_copy
+from pagedkv.kernels.triton.copy import copy_pairs, plan_copy
 from pagedkv.kernels.triton.decode import plan_decode
 from pagedkv.kernels.triton.formats import is_int4, unsupported_format_reasons
 from pagedkv.kernels.triton.launch import Launch, is_interpreted, run_on
@@ -93,18 +93,11 @@ class TritonKernels:
         return rotated_back
 
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
-        self.swap_blocks(storage, storage, copies)
-
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[BlockCopy]) -> None:
         if not copies:
             return
         pairs = copy_pairs(copies, self._device)
-        for name, from_tensor in source.tensors.items():
-            to_tensor = target.tensors[name]
-            if from_tensor.device == to_tensor.device == self._device:
-                self._run(plan_copy(from_tensor, to_tensor, pairs))
-            else:
-                copy_across(from_tensor, to_tensor, copies)
+        for tensor in storage.tensors.values():
+            self._run(plan_copy(tensor, pairs))
 
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return read_slots(storage, slots, "k"), read_slots(storage, slots, "v")

@@ -20,6 +20,7 @@ class LiveSequence:
     sampling: SamplingRow
     token_ids: list[int]
     """Prompt and generated tokens. Only the backend appends; sampler, scheduler and cache manager keep this list."""
+    num_prompt_tokens: int
     seed: int | None
     """The seed that outputs report; None for greedy requests."""
     wants_prefill_logprobs: bool
@@ -41,6 +42,7 @@ class LiveSequence:
             arrival,
             sampling,
             sampling.token_ids,
+            sampling.num_prompt_tokens,
             sampling.seed if params.is_sampled else None,
             params.prefill_logprobs,
         )
@@ -50,12 +52,8 @@ class LiveSequence:
         return self.request.id
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.sampling.num_prompt_tokens
-
-    @property
     def num_generated_tokens(self) -> int:
-        return self.sampling.num_generated_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     def extend_prefill_logprobs(self, start: int, logprobs: list[float]) -> None:
         """Adds the log-probabilities of prompt tokens from a chunk that begins at `start`.

@@ -48,19 +48,17 @@ def hash_block(payload: bytes) -> bytes:
 class BlockNames:
     """Names of one sequence's full blocks. Each is computed when it is first needed, and kept."""
 
-    __slots__ = ("_block_size", "_packed", "_packed_end", "_packed_start", "_root", "_token_ids", "names", "payloads")
+    __slots__ = ("_block_size", "_packed", "_packed_end", "_packed_start", "_token_ids", "names", "root")
 
     def __init__(self, token_ids: Sequence[int], root: bytes, block_size: int) -> None:
         self._token_ids = token_ids
-        self._root = root
+        self.root = root
         self._block_size = block_size
         self._packed = b""
         self._packed_start = 0
         self._packed_end = 0
         self.names: list[bytes] = []
         """One name for each block that `extend` has reached."""
-        self.payloads: list[bytes] = []
-        """The payload of each name. It is compared on a hit, so that a collision is a miss."""
 
     def extend(self, num_blocks: int) -> None:
         """Computes the missing names of the first `num_blocks` blocks, which must be full."""
@@ -69,9 +67,8 @@ class BlockNames:
             if index >= self._packed_end:
                 self._pack(index)
             offset = (index - self._packed_start) * token_bytes
-            parent = self.names[-1] if index else self._root
+            parent = self.names[-1] if index else self.root
             payload = parent + self._packed[offset : offset + token_bytes]
-            self.payloads.append(payload)
             self.names.append(hash_block(payload))
 
     def _pack(self, start: int) -> None:

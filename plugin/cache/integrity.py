@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
-from pagedkv.plugin.cache.block_names import NAME_BYTES
+from pagedkv.plugin.cache.block_names import BlockNames
 from pagedkv.plugin.cache.block_pool import BlockPool
 from pagedkv.plugin.cache.prefix_index import PrefixIndex
 from pagedkv.plugin.cache.sequence import SequenceBlocks
@@ -67,14 +66,16 @@ def _check_table(sequence: SequenceBlocks, block_size: int) -> None:
 
 def _check_names(sequence: SequenceBlocks, index: PrefixIndex, block_size: int) -> None:
     num_full_blocks = sequence.num_computed_tokens // block_size
+    recomputed = BlockNames(sequence.token_ids, sequence.names.root, block_size)
     for position, block in enumerate(sequence.block_table):
-        payload = index.find_payload(block)
-        if payload is None:
+        name = index.find_name(block)
+        if name is None:
             continue
-        start = position * block_size
         # A fork may hold a named block and share only a part of it, as long as it can't write there.
-        if position >= num_full_blocks and sequence.num_writable_tokens > start:
+        if position >= num_full_blocks and sequence.num_writable_tokens > position * block_size:
             raise IntegrityError(f"block {block} has a name, but is not full")
-        tokens = array("I", sequence.token_ids[start : start + block_size]).tobytes()
-        if position < num_full_blocks and payload[NAME_BYTES:] != tokens:
+        if position >= num_full_blocks:
+            continue
+        recomputed.extend(position + 1)
+        if name != recomputed.names[position]:
             raise IntegrityError(f"block {block} has the name of other tokens than it holds")

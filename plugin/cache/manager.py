@@ -296,7 +296,7 @@ class PagedCacheManager:
         names = sequence.names
         names.extend(num_full_blocks)
         for index in range(sequence.num_published_blocks, num_full_blocks):
-            self._index.publish(sequence.block_table[index], names.names[index], names.payloads[index])
+            self._index.publish(sequence.block_table[index], names.names[index])
         self._stop_expecting_blocks(sequence, num_full_blocks)
         self._mark_published(sequence, num_full_blocks)
 
@@ -313,10 +313,9 @@ class PagedCacheManager:
         """
         names = sequence.names
         names.extend(index + 1)
-        name, payload = names.names[index], names.payloads[index]
-        named_block = self._index.find(name, payload)
+        named_block = self._index.find(names.names[index])
         if named_block is None:
-            self._index.publish(sequence.block_table[index], name, payload)
+            self._index.publish(sequence.block_table[index], names.names[index])
         else:
             self._pool.touch(named_block)
 

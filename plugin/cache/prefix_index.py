@@ -12,21 +12,17 @@ from pagedkv.plugin.errors import IntegrityError
 class PrefixIndex:
     """Maps names to blocks, one to one. A block is added once its content is written, and removed at its eviction."""
 
-    __slots__ = ("_block_of", "_entry_of", "_num_writers")
+    __slots__ = ("_block_of", "_name_of", "_num_writers")
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
-        # By block: its name and the payload whose hash is the name.
-        self._entry_of: dict[int, tuple[bytes, bytes]] = {}
+        self._name_of: dict[int, bytes] = {}
         # By name: number of sequences that hold a block which they will fill with this content.
         self._num_writers: dict[bytes, int] = {}
 
-    def find(self, name: bytes, payload: bytes) -> int | None:
-        """Returns the block with this content, or None. Compares the payload: a collision of names is a miss."""
-        block = self._block_of.get(name)
-        if block is None or self._entry_of[block][1] != payload:
-            return None
-        return block
+    def find(self, name: bytes) -> int | None:
+        """Returns the block with the content of this name, or None."""
+        return self._block_of.get(name)
 
     def find_prefix(self, names: BlockNames, max_blocks: int) -> list[int]:
         """Returns the blocks that hold a sequence's beginning, up to the first block that is not in the index."""
@@ -35,7 +31,7 @@ class PrefixIndex:
             if position == len(names.names):
                 # Double the number: an immediate miss computes one name, and a long hit takes few calls.
                 names.extend(min(max_blocks, 2 * position + 1))
-            block = self.find(names.names[position], names.payloads[position])
+            block = self._block_of.get(names.names[position])
             if block is None:
                 break
             blocks.append(block)
@@ -46,32 +42,30 @@ class PrefixIndex:
         for position in range(num_found, max_blocks):
             names.extend(position + 1)
             name = names.names[position]
-            if name not in self._num_writers and self.find(name, names.payloads[position]) is None:
+            if name not in self._num_writers and name not in self._block_of:
                 return position
         return max(num_found, max_blocks)
 
-    def publish(self, block: int, name: bytes, payload: bytes) -> None:
+    def publish(self, block: int, name: bytes) -> None:
         """Adds a written block, unless another block has the name."""
-        assert block not in self._entry_of, f"block {block} has a name already"
+        assert block not in self._name_of, f"block {block} has a name already"
         if name not in self._block_of:
             self._block_of[name] = block
-            self._entry_of[block] = (name, payload)
+            self._name_of[block] = name
 
     def forget(self, block: int) -> None:
         """Removes a block that has a name."""
-        name, _ = self._entry_of.pop(block)
-        del self._block_of[name]
+        del self._block_of[self._name_of.pop(block)]
 
     def is_named(self, block: int) -> bool:
-        return block in self._entry_of
+        return block in self._name_of
 
-    def find_payload(self, block: int) -> bytes | None:
-        """Returns the payload of a block's name; None for a block without a name."""
-        entry = self._entry_of.get(block)
-        return entry[1] if entry else None
+    def find_name(self, block: int) -> bytes | None:
+        """Returns a block's name; None for a block without one."""
+        return self._name_of.get(block)
 
     def named_blocks(self) -> Iterator[int]:
-        return iter(self._entry_of)
+        return iter(self._name_of)
 
     def expect(self, names: Iterable[bytes]) -> None:
         """Records that a sequence will fill blocks with these names."""
@@ -95,8 +89,8 @@ class PrefixIndex:
         Raises:
             IntegrityError: names and blocks are not one to one, or a name has the wrong number of expected writers.
         """
-        backward = {name: block for block, (name, _) in self._entry_of.items()}
-        if backward != self._block_of or len(backward) != len(self._entry_of):
-            raise IntegrityError(f"{len(self._block_of)} names and {len(self._entry_of)} blocks are not one to one")
+        backward = {name: block for block, name in self._name_of.items()}
+        if backward != self._block_of or len(backward) != len(self._name_of):
+            raise IntegrityError(f"{len(self._block_of)} names and {len(self._name_of)} blocks are not one to one")
         if self._num_writers != num_writers:
             raise IntegrityError("the names that sequences are about to fill are not those expected")

@@ -104,25 +104,6 @@ class KernelsConformance(KernelsHarness):
             expected[spare[:3]] = old[filled[:3]]
             assert torch.equal(new, expected)
 
-    def test_blocks_survive_a_swap_out_and_in(
-        self, kernels: AttentionKernels, any_kv_dtype: tuple[torch.dtype, str]
-    ) -> None:
-        batch = self._batch(kernels, make_spec(80), 16, any_kv_dtype, [(0, 80)])
-        storage, filled = batch.storage, batch.rows[0].blocks.tolist()
-        host = replace(
-            storage,
-            num_blocks=9,
-            tensors={n: torch.zeros(9, *t.shape[1:], dtype=t.dtype) for n, t in storage.tensors.items()},
-        )
-        before = [x.clone() for x in self._read_blocks(kernels, storage, filled)]
-        kernels.swap_blocks(storage, host, make_copies(filled, [8, 0, 3, 5, 1]))
-        for tensor in storage.tensors.values():
-            tensor.view(torch.uint8).zero_()
-        kernels.swap_blocks(host, storage, make_copies([8, 0, 3, 5, 1], filled))
-        for old, new in zip(before, self._read_blocks(kernels, storage, filled), strict=True):
-            assert old.any()
-            assert torch.equal(new, old)
-
     # Attention
 
     def test_every_precision(self, kernels: AttentionKernels, any_precision: tuple[torch.dtype, str]) -> None:

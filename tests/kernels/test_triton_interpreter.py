@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PARTS = {
-    "storage": ("test_triton_conformance.py", "spec_counts or read_returns or stored_nowhere or copied or swap"),
+    "storage": ("test_triton_conformance.py", "spec_counts or read_returns or stored_nowhere or copied"),
     "attention": (
         "test_triton_conformance.py",
         "float16-fp16 and (every_precision or head_dims or long_contexts or one_decode or random or strided)",

@@ -41,8 +41,5 @@ class ShapeKernels:
     def copy_blocks(self, storage: KVStorage, copies: Sequence[Any]) -> None:
         """Keeps nothing."""
 
-    def swap_blocks(self, source: KVStorage, target: KVStorage, copies: Sequence[Any]) -> None:
-        """Keeps nothing."""
-
     def read(self, storage: KVStorage, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("nothing is kept")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.plugin.cache import block_names
-from pagedkv.plugin.cache.block_names import NAME_BYTES, BlockNames, hash_root
+from pagedkv.plugin.cache.block_names import BlockNames, hash_root
 from pagedkv.plugin.requests import CacheNamespace
 
 ROOT = hash_root(CacheNamespace(), "bf16", 4)
@@ -85,8 +85,8 @@ def test_each_name_is_computed_once_and_only_when_asked_for(monkeypatch: pytest.
     for num_blocks in (1, 0, 1, 2, 2):
         names.extend(num_blocks)
     assert len(hashed) == len(names.names) == 2
-    assert hashed == names.payloads
-    assert all(len(name) == NAME_BYTES for name in names.names)
+    assert [hash_block(payload) for payload in hashed] == names.names
+    assert all(len(name) * 8 == 256 for name in names.names), "names stand for their tokens: none may collide"
 
 
 def test_names_follow_a_sequence_that_grows() -> None:
