@@ -1,4 +1,4 @@
-"""Finds static scales: runs text through a model and notes how large its keys and values are, by layer and head."""
+"""Finds static scales: runs text through a model and records the size of keys and values by layer and head."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _BINS_PER_OCTAVE = 64
 _MIN_EXPONENT, _MAX_EXPONENT = -24, 24
 _NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * _BINS_PER_OCTAVE
 _SMALLEST_SCALE = 1e-12
-"""Of a head whose numbers were all zero."""
+"""Scale of a head whose numbers were all zero."""
 
 
 class Magnitudes:
-    """How often each head had which magnitude: a histogram of binary logarithms, 64 bins an octave, and the largest."""
+    """Histograms of each head's magnitudes (binary logarithms, 64 bins an octave), and the largest magnitude."""
 
     def __init__(self, num_heads: int) -> None:
         self.absmax = torch.zeros(num_heads)
         self._counts = torch.zeros(num_heads, _NUM_BINS, dtype=torch.int64)
 
     def add(self, x: torch.Tensor) -> None:
-        """Takes x: [num_tokens, num_heads, dim]."""
+        """Adds x: [num_tokens, num_heads, dim]."""
         magnitudes = x.float().abs().cpu().transpose(0, 1).flatten(1)
         self.absmax = self.absmax.maximum(magnitudes.amax(1))
         bins = ((magnitudes.log2() - _MIN_EXPONENT) * _BINS_PER_OCTAVE).floor().clamp(0, _NUM_BINS - 1).long()
         self._counts.scatter_add_(1, bins, torch.ones_like(bins))
 
     def percentile(self, percent: float) -> torch.Tensor:
-        """[num_heads]: what `percent` % of the magnitudes do not exceed, up to 1.1 % too large; 100 is exact."""
+        """Returns the percentile of each head, [num_heads], up to 1.1 % too large; exact for 100."""
         if percent >= 100:
             return self.absmax
         cumulated = self._counts.cumsum(1)
@@ -55,7 +55,7 @@ class Magnitudes:
 
 
 class RecordingKernels:
-    """Implements `AttentionKernels` by others, and notes the magnitudes of what is stored, by layer."""
+    """Implements `AttentionKernels` with other kernels, and records the magnitudes of stored numbers by layer."""
 
     interface_version: ClassVar[int] = 1
     can_capture_graphs = False
@@ -64,7 +64,7 @@ class RecordingKernels:
         self._kernels = kernels
         self.name = kernels.name
         self.recorded: list[tuple[Magnitudes, Magnitudes]] = []
-        """Of keys and of values, in the order in which the layers' storage was allocated."""
+        """Magnitudes of keys and of values of each layer, in the order in which the storage was allocated."""
         self._layer_of_storage: dict[int, int] = {}
 
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
@@ -95,7 +95,7 @@ class RecordingKernels:
 
     @classmethod
     def create(cls, device: torch.device) -> RecordingKernels:
-        """Records what the `auto` kernels store."""
+        """Makes kernels that record what the `auto` kernels store."""
         return cls(load_plugin(KERNELS, "auto").create(device))
 
 
@@ -116,14 +116,14 @@ def calibrate_scales(
     """Scales that map each head's largest magnitude, or its percentile, to the KV dtype's largest element.
 
     Args:
-        text_files: empty takes Python's own texts, prose and code.
-        max_tokens: of all kinds of text together.
+        text_files: files of text; empty uses Python's own texts, prose and code.
+        max_tokens: total tokens of all kinds of text.
 
     Returns:
-        [num_kv_heads] float32 tensors, named as `pagedkv.plugin.kv_scales` says.
+        [num_kv_heads] float32 tensors, with the names of `pagedkv.plugin.kv_scales`.
 
     Raises:
-        ConfigError: a KV dtype without static scales, texts that are too short.
+        ConfigError: the KV dtype has no static variant, or texts are too short.
     """
     static = find_static_variant(find_kv_dtype(kv_dtype_name))
     if not 0 < percentile <= 100:
@@ -173,7 +173,7 @@ def _make_scales(
 
 
 def save_scales(scales: Mapping[str, torch.Tensor], file: Path, facts: Mapping[str, str]) -> None:
-    """Writes a file for `cache.kv_scales`; facts are for people. Raises ConfigError where it can't be written."""
+    """Writes a file for `cache.kv_scales`, with `facts` as metadata. Raises ConfigError if it can't be written."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in scales.items()}, file, metadata=dict(facts))
     except OSError as error:

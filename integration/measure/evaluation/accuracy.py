@@ -1,8 +1,8 @@
-"""Teacher-forced accuracy of KV dtypes, measured through the paged cache on the paths that serving takes.
+"""Teacher-forced accuracy of KV dtypes, measured through the paged cache on the same paths as serving.
 
-Each sequence is cut in two: the first half is computed in chunks, as prompts are, the second half token by token, as
-answers are. The unquantized run and those of all KV dtypes go through a batch side by side, so that distributions are
-compared where they are made and never kept.
+Each sequence has two halves: the first is computed in chunks, like a prompt, the second token by token, like an answer.
+The unquantized run and those of all KV dtypes compute each batch one after the other, so that distributions are
+compared at once and not stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedkv.integration.measure.evaluation.measures import Accuracy, AccuracySu
 from pagedkv.integration.measure.evaluation.paged_run import PagedRun
 
 MakeRun = Callable[[str, int, int], PagedRun]
-"""A run of a KV dtype for (name, num_rows, max_tokens)."""
+"""Makes a run of a KV dtype from (name, num_rows, max_tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ def measure_accuracy(
     """Runs sequences of equal length.
 
     Args:
-        unquantized: name of the KV dtype that all are compared with.
-        chunk_tokens: of a chunk of the first half.
-        max_batch_size: sequences computed side by side.
-        on_tokens: told the tokens done, as they are.
+        unquantized: name of the KV dtype with which all others are compared.
+        chunk_tokens: tokens of a chunk of the first half.
+        max_batch_size: sequences computed at the same time.
+        on_tokens: called with the number of tokens that were computed.
     """
     sums = {name: PathSums() for name in kv_dtypes}
     for first in range(0, len(sequences), max_batch_size):
@@ -60,7 +60,7 @@ def measure_accuracy(
 
 
 def _steps(num_tokens: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """Starts and ends; the last token has no next one to predict."""
+    """Yields start and end of each step. The last token is left out: it has no next token to predict."""
     half = num_tokens // 2
     for start in range(0, half, chunk_tokens):
         yield start, min(start + chunk_tokens, half)
@@ -89,7 +89,7 @@ def _compare_step(
 def generate_greedily(
     run: PagedRun, prompts: torch.Tensor, num_tokens: int, on_tokens: Callable[[int], object]
 ) -> torch.Tensor:
-    """The likeliest tokens after prompts: [num_rows, num_prompt_tokens] int64, as [num_rows, num_tokens]."""
+    """Decodes greedily after prompts: [num_rows, num_prompt_tokens] int64. Returns [num_rows, num_tokens]."""
     logits = run.forward(prompts, 0, has_all_logits=False)
     tokens = [logits[:, -1].argmax(-1, keepdim=True)]
     for place in range(num_tokens - 1):
@@ -99,5 +99,5 @@ def generate_greedily(
 
 
 def share_equal(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of tokens at the same place: [num_rows, num_tokens] twice."""
+    """Share of equal tokens at the same position: [num_rows, num_tokens] twice."""
     return (one == other).double().mean().item()

@@ -1,4 +1,4 @@
-"""`pagedkv eval-kv` without its command line: what each KV dtype costs in accuracy, and saves in bytes."""
+"""`pagedkv eval-kv` without its command line: measures accuracy and bytes of each KV dtype."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ DEFAULT_KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
     text_files: Sequence[Path] = ()
-    """Empty takes Python's own texts."""
+    """Files of text; empty uses Python's own texts."""
     kv_dtypes: Sequence[str] = DEFAULT_KV_DTYPES
     kv_scales: str = ""
-    """File of scales, for KV dtypes whose scales are static."""
+    """File of scales, for KV dtypes with static scales."""
     max_tokens: int = 20480
-    """Of each kind of text."""
+    """Tokens of each kind of text."""
     sequence_tokens: int = 512
     chunk_tokens: int = 32
     max_batch_size: int = 16
@@ -41,7 +41,7 @@ class EvaluationSettings:
     greedy_tokens: int = 128
     max_greedy_prompts: int = 8
     recall_tokens: int = 1024
-    """Of a recall prompt; 0 leaves recall out."""
+    """Tokens of a recall prompt; 0 leaves recall out."""
     recall_depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
     num_recall_facts: int = 4
     seed: int = 0
@@ -132,10 +132,10 @@ class _Evaluator:
 
 
 def evaluate(config: Config, settings: EvaluationSettings) -> Report:
-    """Loads the model and measures. Progress goes to standard error.
+    """Loads the model and measures. Shows progress on standard error.
 
     Raises:
-        ConfigError: texts that can't be read or are too short, a static KV dtype without scales.
+        ConfigError: texts can't be read or are too short, or a static KV dtype has no scales.
         UnsupportedError: the kernels can't run one of the KV dtypes on this model.
     """
     evaluator = _load(config, settings)

@@ -1,4 +1,4 @@
-"""What quantized keys and values cost: sums over tokens, next to a run whose keys and values are not quantized."""
+"""Accuracy measures of quantized keys and values, against a run whose keys and values are not quantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Accuracy:
     kl: float
     """Mean Kullback-Leibler divergence KL(unquantized ‖ quantized) of the next token's distribution, in nats."""
     top1: float
-    """Share of tokens for which both hold the same next token to be the likeliest."""
+    """Share of tokens for which both runs have the same most likely next token."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class AccuracySums:
     num_same_top: int = 0
 
     def add(self, unquantized: torch.Tensor, quantized: torch.Tensor, next_ids: torch.Tensor) -> None:
-        """Takes log-probabilities: [N, vocab_size] float32 twice, and the tokens that did follow: [N] int64."""
+        """Adds log-probabilities of both runs, [N, vocab_size] float32, and the real next tokens, [N] int64."""
         places = next_ids[:, None]
         self.num_tokens += len(next_ids)
         self.nll -= quantized.gather(1, places).double().sum().item()
@@ -51,7 +51,7 @@ class AccuracySums:
         )
 
     def means(self) -> Accuracy:
-        """Needs a token at least."""
+        """Returns the means. Needs at least one token."""
         assert self.num_tokens
         return Accuracy(
             self.num_tokens,

@@ -1,4 +1,4 @@
-"""A model run over a paged cache with every token known beforehand: no scheduler, no sampling, all rows in step."""
+"""Runs a model over a paged cache on known tokens: without scheduler and sampling, all rows at the same position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StaticScales = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class PagedRun:
-    """`num_rows` sequences of up to `max_tokens` tokens in blocks of their own, drawn at random from the pool."""
+    """Runs `num_rows` sequences of up to `max_tokens` tokens, each in its own random blocks of the pool."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class PagedRun:
         device: torch.device,
         static_scales: StaticScales | None = None,
     ) -> None:
-        """Raises UnsupportedError, with the reasons, where the kernels can't serve a layer with this KV dtype."""
+        """Allocates the cache. Raises UnsupportedError, with reasons, if the kernels don't support this KV dtype."""
         self._model, self._kernels = model, kernels
         self._block_size, self._device = block_size, device
         blocks_per_row = -(-max_tokens // block_size)
@@ -50,8 +50,8 @@ class PagedRun:
 
         Args:
             token_ids: [num_rows, num_tokens] int64; one token a row is a decode step.
-            start: tokens of each row that were computed before.
-            has_all_logits: False computes the last token's alone.
+            start: number of tokens of each row that were computed before.
+            has_all_logits: False computes only the last token's logits.
 
         Returns:
             [num_rows, num_tokens or 1, vocab_size] float32 logits.

@@ -1,4 +1,4 @@
-"""Long-context recall: a fact hidden in filler, asked for at the end."""
+"""Long-context recall: a fact is hidden in filler text, and a question at the end asks for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RecallTask:
     """Prompts of one length, a fact in each at the same depth, and the tokens that answer."""
 
     depth: float
-    """Of the fact: 0 is the beginning of the filler, 1 its end."""
+    """Position of the fact: 0 is the beginning of the filler, 1 its end."""
     prompts: torch.Tensor
     """[num_facts, num_tokens] int64."""
     answers: torch.Tensor
@@ -33,7 +33,7 @@ class RecallTask:
 def make_recall_tasks(
     filler: str, tokenizer: Tokenizer, num_tokens: int, depths: Sequence[float], num_facts: int, seed: int
 ) -> list[RecallTask]:
-    """The same facts at every depth.
+    """Makes tasks with the same facts at every depth.
 
     Raises:
         ConfigError: the filler is too short.
@@ -66,7 +66,7 @@ def _make_task(
 
 
 def measure_recall(run: PagedRun, task: RecallTask) -> float:
-    """Share of the facts that greedy decoding answers with. The prompt goes in chunks, the answer token by token."""
+    """Share of facts that greedy decoding answers. Prompts are computed in chunks, answers token by token."""
     num_tokens = task.prompts.shape[1]
     for start in range(0, num_tokens, _CHUNK_TOKENS):
         logits = run.forward(task.prompts[:, start : start + _CHUNK_TOKENS], start, has_all_logits=False)

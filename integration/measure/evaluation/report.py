@@ -1,4 +1,4 @@
-"""Results of an evaluation: as JSON, as a table, as a plot."""
+"""Results of an evaluation, as JSON, table and plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KindResult:
-    """One KV dtype on one kind of text."""
+    """Results of one KV dtype on one kind of text."""
 
     sums: PathSums
     greedy_equal: float
@@ -37,11 +37,11 @@ class KindResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was measured."""
+    """All results of an evaluation."""
 
     model: str
     unquantized: str
-    """KV dtype of the run that all are compared with."""
+    """KV dtype of the run with which all others are compared."""
     kernels: Mapping[str, str]
     """Names of the kernels that ran each KV dtype."""
     block_size: int
@@ -108,7 +108,7 @@ def make_table(report: Report) -> Table:
 
 
 def save_plot(report: Report, file: Path) -> None:
-    """Perplexity lost over bytes a token, a line for each kind of text.
+    """Draws lost perplexity over bytes a token, with a line for each kind of text.
 
     Raises:
         ConfigError: matplotlib is not installed, or can't write a file of this suffix.

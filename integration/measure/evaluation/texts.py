@@ -1,4 +1,4 @@
-"""Texts to evaluate on: files of one's own, or what every Python brings."""
+"""Texts to evaluate on: the user's files, or texts that come with Python."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TEXT_KINDS: tuple[TextKind, ...] = ("prose", "code")
 
 _CODE_SUFFIXES = frozenset({".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".js", ".ts", ".java", ".sh"})
 _STANDARD_LIBRARY = ("argparse.py", "textwrap.py", "heapq.py", "tarfile.py", "statistics.py", "zipfile.py", "ast.py")
-"""Of the standard library's sources, those taken, where they are there; more than 100,000 tokens."""
+"""Sources of the standard library to use if they exist; more than 100,000 tokens."""
 
 
 def load_texts(files: Sequence[Path]) -> dict[TextKind, str]:
-    """Prose and program code, told apart by the files' suffixes; without files, Python's own.
+    """Loads prose and program code, distinguished by the files' suffixes; without files, Python's own texts.
 
     Raises:
         ConfigError: a file can't be read as UTF-8.
@@ -39,7 +39,7 @@ def cut_sequences(text: str, tokenizer: Tokenizer, num_tokens: int, sequence_tok
     Raises:
         ConfigError: the text is shorter than one sequence.
     """
-    # A tokenizer's time grows with the text, and no token of a language model stands for more than this on average.
+    # Tokenizing takes time, and no language model's tokens have more characters than this on average.
     characters = 12 * num_tokens
     ids = tokenizer.encode(text[:characters], add_special_tokens=False)[:num_tokens]
     num_sequences = len(ids) // sequence_tokens
@@ -58,7 +58,7 @@ def _read(file: Path) -> str:
 
 
 def _python_topics() -> str:
-    """The reference texts behind Python's `help()`."""
+    """Returns the reference texts of Python's `help()`."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

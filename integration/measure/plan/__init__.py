@@ -1,1 +1,1 @@
-"""`pagedkv plan`: how many conversations fit, from a configuration alone, by the engine's own arithmetic."""
+"""`pagedkv plan`: computes from a configuration how many requests fit, with the engine's own code."""

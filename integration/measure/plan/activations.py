@@ -1,4 +1,4 @@
-"""What a step needs beside weights and pool: the engine's own largest step, run on the meta device."""
+"""Computes the memory of a step beside weights and pool: runs the engine's largest step on the meta device."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Beside weights and pool, on a GPU."""
+    """Bytes of a step on a GPU, in addition to weights and pool."""
 
     activation_bytes: int
     graph_bytes: int
-    """Buffers, kept logits and activations of captured decodes; not what CUDA keeps for itself."""
+    """Buffers, logits and activations of captured decodes, without CUDA's own memory."""
     is_estimate: bool
-    """Whether the step could not be run on the meta device, and a formula stands in."""
+    """Whether the step could not be run on the meta device, and a formula is used instead."""
 
 
 def plan_step_bytes(facts: ModelFacts, config: ResolvedConfig) -> StepBytes:
-    """Of the largest step and of the graphs, for a model that is not split: an upper bound for a shard of several."""
+    """Computes bytes of the largest step and the graphs of a model that is not split: an upper bound for a shard."""
     block_tables = config.scheduler.max_num_sequences * -(-config.max_total_tokens // config.cache.block_size) * 4
     if facts.refusal or facts.modules is None:
         return StepBytes(_estimate(facts, config) + block_tables, 0, is_estimate=True)
@@ -48,14 +48,14 @@ def plan_step_bytes(facts: ModelFacts, config: ResolvedConfig) -> StepBytes:
 
 
 def _estimate(facts: ModelFacts, config: ResolvedConfig) -> int:
-    """Logits of every token, and the widest moment of an MLP."""
+    """Estimates the bytes: logits of every token, and the largest tensors of an MLP."""
     spec = facts.spec
     width = max(spec.vocab_size + 2 * spec.hidden_size, 4 * spec.hidden_size + 3 * facts.intermediate_size)
     return config.scheduler.max_step_tokens * width * config.dtype.itemsize
 
 
 def _run_largest_step(modules: torch.nn.Module, facts: ModelFacts, config: ResolvedConfig) -> int:
-    """Contexts are as short as can be: beside block tables nothing that a step makes grows with them."""
+    """Runs the largest step with short contexts: apart from block tables, a step's memory does not depend on them."""
     num_tokens = min(config.scheduler.max_step_tokens, config.max_input_tokens)
     limits = ResolvedLimits(
         max_input_tokens=num_tokens,
@@ -66,7 +66,7 @@ def _run_largest_step(modules: torch.nn.Module, facts: ModelFacts, config: Resol
         min_cache_tokens=2,
     )
     plan, sequences = make_profile_step(replace(config, device=torch.device("cuda")), limits)
-    # Without content all tokens are equal, so all would be among the best: lists of millions, and no more memory.
+    # Without content all tokens tie, so all would be among the best: lists of millions, but no more memory.
     without_lists = {
         id_: LiveSequence.create(_without_top_tokens(sequence.request), sequence.arrival)
         for id_, sequence in sequences.items()
@@ -91,7 +91,7 @@ def _measure_graphs(modules: torch.nn.Module, facts: ModelFacts, config: Resolve
     rows = tuple(ScheduledSequence(id_, 0, 1, [0], True, 0) for id_ in ids)
     sequences = {id_: LiveSequence.create(Request(id_, [0], params), id_) for id_ in ids}
     largest_bytes = run_on_meta(modules, facts, config, StepPlan(0, rows), sequences)
-    # Each graph keeps its logits; the largest one's are among its activations.
+    # Each graph keeps its logits; those of the largest one are part of its activations.
     kept_bytes = sum(sizes[:-1]) * facts.spec.vocab_size * config.dtype.itemsize
     return buffer_bytes + largest_bytes + kept_bytes
 
@@ -104,7 +104,7 @@ def run_on_meta(
     plan: StepPlan,
     sequences: dict[RequestId, LiveSequence],
 ) -> int:
-    """Peak bytes of tensors of one step, sampling included. Raises NotImplementedError where content is needed."""
+    """Peak bytes of tensors of one step, with sampling. Raises NotImplementedError if content is needed."""
     spec = facts.spec.with_dtype(config.dtype)
     on_meta = replace(config, device=META)
     executor = StepExecutor(on_meta, TransformersModel(modules, spec), ShapeKernels(), [None] * len(spec.layers))

@@ -1,4 +1,4 @@
-"""What a device's memory leaves for keys and values: the engine's own arithmetic, and the formula with its numbers."""
+"""Computes the memory for keys and values with the engine's own code, and shows the formula with its numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.resolved_config import MemoryBlocks, MemoryBytes, ResolvedConfig
 
 GPU_WORKSPACE_BYTES = 1 << 30
-"""For what no tensor holds on a GPU: CUDA's context, libraries' workspaces, kernels' partial results. An allowance, not
-measured; --workspace sets another."""
+"""Memory on a GPU outside of tensors: CUDA's context, libraries' workspaces, kernels' partial results. An assumption,
+not measured; --workspace changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,16 @@ class Budget:
     """One shard's memory, in bytes."""
 
     memory: DeviceMemory
-    """Once the weights are loaded."""
+    """Memory after the weights are loaded."""
     weight_bytes: int
     activation_bytes: int
-    """As the engine counts them: 0 on a CPU, where the half that the pool leaves is theirs."""
+    """As the engine counts them: 0 on a CPU, where activations use the half that the pool leaves."""
     graph_bytes: int
     workspace_bytes: int
     bytes_per_block: int
     num_blocks: int
     is_capped: bool
-    """Whether memory would hold more blocks than the most sequences of the longest length take."""
+    """Whether memory would hold more blocks than `max_num_sequences` of the longest length need."""
     formula: str
 
     @property
@@ -41,7 +41,7 @@ class Budget:
 
 
 def find_device(config: Config, has_given_memory: bool) -> torch.device:
-    """Memory that is given is a GPU's, unless the config names a CPU. Else what is here, as the engine finds it."""
+    """Returns the device to plan for: a GPU if memory is given, unless the config names a CPU; else this machine's."""
     name = config.model.device
     if name == AUTO:
         return torch.device("cuda" if has_given_memory or torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def find_device(config: Config, has_given_memory: bool) -> torch.device:
 
 
 def find_memory(device: torch.device, given_bytes: int | None) -> DeviceMemory:
-    """Of a device before a model is loaded: as given, or as it is now."""
+    """Memory of a device before a model is loaded: as given, or as it is now."""
     if given_bytes is None:
         return read_device_memory(device)
     return DeviceMemory(given_bytes, given_bytes, is_host=device.type != "cuda")
@@ -58,7 +58,7 @@ def find_memory(device: torch.device, given_bytes: int | None) -> DeviceMemory:
 def make_budget(
     config: ResolvedConfig, spec: ModelSpec, step: StepBytes, memory: DeviceMemory, weights: int, workspace: int
 ) -> Budget:
-    """Of a paged cache.
+    """Computes the budget of a paged cache.
 
     Args:
         spec: one shard's part of the model.

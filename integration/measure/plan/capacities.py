@@ -1,4 +1,4 @@
-"""What a budget holds: tokens and requests, paged and contiguous."""
+"""Computes how many tokens and requests a budget holds, paged and contiguous."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """What memory holds at once; the scheduler runs `scheduler.max_num_sequences` of them at most."""
+    """Requests that memory holds at once. The scheduler runs at most `scheduler.max_num_sequences` of them."""
 
     num_tokens: int
     mean_requests: int
-    """Requests of the assumed lengths at places in their answers picked at random."""
+    """Requests of the assumed lengths, at random positions in their answers."""
     worst_requests: int
     """Requests of the assumed lengths, all at their ends: none is ever preempted."""
     longest_requests: int
@@ -40,12 +40,12 @@ def paged_capacity(budget: Budget, config: ResolvedConfig, traffic: Traffic) -> 
 
 
 def contiguous_bytes_per_token(config: ResolvedConfig, spec: ModelSpec) -> int:
-    """In the model's own dtype: the contiguous backend keeps no other."""
+    """Bytes per token in the model's own dtype, the only one of the contiguous backend."""
     return spec.bytes_per_block(1, KV_DTYPE_OF_TORCH[config.dtype])
 
 
 def contiguous_capacity(budget: Budget, config: ResolvedConfig, spec: ModelSpec) -> CacheCapacity:
-    """In the same memory. Each request reserves room for the longest, whatever its own length."""
+    """Capacity of the contiguous backend in the same memory. Each request reserves the longest length."""
     bytes_per_token = contiguous_bytes_per_token(config, spec)
     try:
         capacity = compute_capacity(

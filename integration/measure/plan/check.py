@@ -1,4 +1,4 @@
-"""The plan beside the engine: what was planned, and what the tensors of a started engine take."""
+"""Compares a plan with the engine: planned bytes, and bytes of the tensors of a started engine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 TOLERANCE = 0.03
 
 REQUEST = Traffic(prompt_tokens=100, output_tokens=8)
-"""Run once, to see what a request holds at its end."""
+"""A request that is run once, to measure what it holds at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One quantity."""
+    """One quantity, planned and found."""
 
     what: str
     planned: int
@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the plan from what was found; 0.01 is 1 % too much."""
+        """Relative difference of the plan from what was found; 0.01 means the plan is 1 % too high."""
         if self.found == self.planned:
             return 0.0
         return (self.planned - self.found) / self.found if self.found else float("inf")
@@ -53,7 +53,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """All of them, and what was not compared."""
+    """All comparisons, and what was not compared."""
 
     title: str
     comparisons: Sequence[Comparison]
@@ -78,8 +78,8 @@ def check_plan(written: Config) -> CheckResult:
     """Plans, starts the engine of the same config, runs one request, and compares.
 
     Raises:
-        UnsupportedError: a backend of which the plan knows nothing.
-        PagedKVError: as the engine at start.
+        UnsupportedError: the plan does not support the backend.
+        PagedKVError: as at the engine's start.
     """
     if written.backend not in ("paged", "contiguous"):
         raise UnsupportedError(f"the plan knows the backends paged and contiguous, not {written.backend}")
@@ -88,7 +88,7 @@ def check_plan(written: Config) -> CheckResult:
     backend = load_plugin(BACKENDS, written.backend).create(config)
     try:
         loaded = count_tensor_bytes(config.device)
-        # Read as late as the engine does: other programs take memory and give it back while a model is loaded.
+        # Read as late as the engine does: other programs allocate and free memory while a model is loaded.
         memory = _memory_before(config.device, loaded - before)
         capacity = backend.warmup(WarmupLimits())
         plan = MemoryPlan(written, PlanRequest(Traffic(1, 1), memory=memory))
@@ -104,16 +104,16 @@ def check_plan(written: Config) -> CheckResult:
 
 
 def _memory_before(device: torch.device, loaded_bytes: int) -> DeviceMemory:
-    """Of a device on which so many bytes were just loaded."""
+    """Memory of a device before `loaded_bytes` were loaded onto it."""
     now = read_device_memory(device)
     return replace(now, free_bytes=now.free_bytes + loaded_bytes)
 
 
 def count_tensor_bytes(device: torch.device) -> int:
-    """What all tensors alive in this process on a device span, each storage once.
+    """Bytes of all live tensors of this process on a device, each storage counted once.
 
-    Memory of a storage before the first and after the last tensor, as kernels ask for to begin at a large page, is
-    address space that nobody touches.
+    Memory of a storage before its first and after its last tensor is not counted. Kernels allocate it to begin at a
+    large page; it is address space that is never used.
     """
     gc.collect()
     spans: dict[int, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ def count_tensor_bytes(device: torch.device) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte, the last not included, of a strided tensor in its storage."""
+    """First byte and end of a strided tensor in its storage."""
     start = int(tensor.storage_offset())
     end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.itemsize, int(end) * tensor.itemsize
@@ -156,7 +156,7 @@ def _compare_cache(
 
 
 def _compare_request(plan: MemoryPlan, backend: Backend) -> Comparison:
-    """Runs one request and takes the most that it held: blocks in use, or a contiguous cache's tensors."""
+    """Runs one request and measures the most that it held: blocks in use, or a contiguous cache's tensors."""
     config = plan.config
     if config.backend == "paged":
         planned = REQUEST.blocks_at_end(config.cache.block_size) * plan.budget.bytes_per_block

@@ -1,4 +1,4 @@
-"""Bytes of a token by kind of attention layer, and the formula with its numbers."""
+"""Computes bytes per token by kind of attention layer, with the formula and its numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that keep equal keys and values."""
+    """Layers with the same size of keys and values."""
 
     name: str
     num_layers: int
     sliding_window: int | None
     bytes_per_token: float
-    """Of all these layers on one shard; scales and padding inside blocks counted."""
+    """Bytes per token of all these layers on one shard, including scales and padding inside blocks."""
     formula: str
     latent_bytes_per_token: float | None
-    """What a cache of the latent would take instead, for latent attention alone."""
+    """Bytes per token of a cache of the latent instead; only for latent attention."""
 
 
 def find_layer_kinds(
     spec: ModelSpec, block_size: int, kv_dtype: KVDtype, latent: LatentKV | None = None
 ) -> list[LayerKind]:
-    """Kinds in the order in which they first appear."""
+    """Groups layers into kinds, in the order in which they first appear."""
     plain = [replace(layer, softcap=None, has_sinks=False, has_alibi=False) for layer in spec.layers]
     return [
         LayerKind(

@@ -1,7 +1,7 @@
-"""The most bytes of tensors that are alive at once while some code runs, on real memory or on the meta device.
+"""Measures the peak bytes of live tensors while code runs, in real memory or on the meta device.
 
-On the meta device tensors have a size and no content, so the engine's own step runs for a model of any size. What asks
-for content there (a token id to return, which experts are hit) gets zeros, or all there could be.
+On the meta device tensors have a size but no content, so the engine's own step runs for a model of any size. Code that
+needs content there (a token id to return, which experts are used) gets zeros, or the most there could be.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _aten = torch.ops.aten
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, until they are freed. Tensors that were there before do not count.
+    """Counts the storages that operations create, until they are freed. Earlier tensors are not counted.
 
-    Memory that an operation takes and gives back inside itself (a library's workspace) is not seen.
+    Memory that an operation allocates and frees internally (a library's workspace) is not counted.
     """
 
     def __init__(self, device_type: str) -> None:
-        """Counts tensors of this device type alone."""
+        """Makes a counter of tensors on this device type only."""
         super().__init__()
         self._device_type = device_type
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _is_composite(func: Any) -> bool:
-    """In inference mode these arrive whole, with temporaries inside."""
+    """Whether an operation is composite. In inference mode these are dispatched whole, with temporaries inside."""
     return func not in _CONTENT_OF_META and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     )
@@ -96,7 +96,7 @@ def _nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A mask selects all there is."""
+    """Indexing on the meta device: a mask selects everything."""
     if not _is_meta(args):
         return func(*args, **kwargs)
     indices: list[torch.Tensor | None] = []
@@ -109,7 +109,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pinned host memory is asked for on the way to every device but a CPU, and needs a GPU."""
+    """Returns the tensor itself for `pin_memory`, which needs a GPU, and is called for all devices except CPUs."""
     return func(*args, **kwargs) if torch.cuda.is_available() else args[0]
 
 

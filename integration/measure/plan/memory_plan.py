@@ -1,4 +1,4 @@
-"""A plan: everything that `pagedkv plan` says, from a written config."""
+"""A plan: everything that `pagedkv plan` shows, computed from a written config."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ MAX_SHARDS = 64
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked beside the config."""
+    """Inputs of a plan in addition to the config."""
 
     traffic: Traffic
     device_memory_bytes: int | None = None
-    """Of one device; None is this machine's."""
+    """Memory of one device; None is this machine's."""
     memory: DeviceMemory | None = None
-    """This machine's before the model is loaded, where it is known better than by reading it now."""
+    """This machine's memory before the model is loaded; None reads it now."""
     num_devices: int = 1
-    """Over which one model is split."""
+    """Number of devices over which one model is split."""
     workspace_bytes: int | None = None
-    """None is an allowance on a GPU, nothing on a CPU."""
+    """None is GPU_WORKSPACE_BYTES on a GPU, 0 on a CPU."""
     weight_bytes: int | None = None
-    """Of one shard; None counts them."""
+    """Bytes of one shard's weights; None counts them."""
     concurrency: int = 0
-    """Requests wanted at once; 0 asks nothing."""
+    """Number of requests wanted at once; 0 if none is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeChange:
-    """What a KV dtype would change."""
+    """What another KV dtype would change."""
 
     kv_dtype: str
     bytes_per_token: float
     num_blocks: int
     holding: CacheCapacity
     refusal: str
-    """Why it can't be served on this machine; empty where it can, or the device is not here to ask."""
+    """Why it can't be served on this machine; empty if it can, or if the device is not here to check."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOption:
-    """A way to hold the wanted requests: replicas of a model split over shards, one device each."""
+    """Devices that hold the wanted requests: replicas of a model split over shards, one device each."""
 
     num_shards: int
     num_replicas: int
@@ -71,10 +71,10 @@ class DeviceOption:
 
 
 class MemoryPlan:
-    """A model on a device, planned. Raises what the engine would at start, where no plan can be made of it."""
+    """The plan of a model on a device. Raises the errors of the engine's start if no plan can be made."""
 
     def __init__(self, written: Config, request: PlanRequest) -> None:
-        """Reads the model's configuration and the memory there is.
+        """Reads the model's configuration and the available memory.
 
         Raises:
             ConfigError: no such model, lengths beyond the limits, weights that can't be counted.
@@ -108,7 +108,7 @@ class MemoryPlan:
 
     @cached_property
     def layer_kinds(self) -> list[LayerKind]:
-        """Of one shard."""
+        """Kinds of layers of one shard."""
         cache = self.config.cache
         return find_layer_kinds(self.shard, cache.block_size, cache.kv_dtype, self.facts.latent)
 
@@ -118,12 +118,13 @@ class MemoryPlan:
 
     @property
     def bytes_per_token(self) -> float:
-        """KV of one shard, over all layers."""
+        """KV bytes per token of one shard, over all layers."""
         return self.budget.bytes_per_block / self.config.cache.block_size
 
     def refusal_of(self, kv_dtype: KVDtype) -> str:
-        """Why the kernels can't serve the model with a KV dtype on this machine; empty where they can, or the device is
-        not here to ask."""
+        """Returns why the kernels can't serve the model with a KV dtype on this machine.
+
+        Empty if they can, or if the device is not here to check."""
         if not self.is_device_here:
             return ""
         try:
@@ -138,13 +139,13 @@ class MemoryPlan:
 
     @cached_property
     def changes(self) -> list[DtypeChange]:
-        """By KV dtype, largest first."""
+        """Changes by KV dtype, largest first."""
         changes = [self._change(find_kv_dtype(name)) for name in known_kv_dtypes()]
         return sorted(changes, key=lambda change: (-change.bytes_per_token, change.kv_dtype))
 
     @cached_property
     def device_options(self) -> list[DeviceOption]:
-        """For the wanted concurrency with all requests at their ends; fewest devices first."""
+        """Options for the wanted number of requests, all at their ends; fewest devices first."""
         wanted = self.request.concurrency
         scheduler = replace(
             self.config.scheduler, max_num_sequences=max(wanted, self.config.scheduler.max_num_sequences)
@@ -164,7 +165,7 @@ class MemoryPlan:
         return sorted(options, key=lambda option: (option.num_devices, option.num_shards))
 
     def budget_of(self, num_shards: int, config: ResolvedConfig) -> Budget:
-        """Raises UnsupportedError where the model can't be split so."""
+        """Computes a shard's budget. Raises UnsupportedError if the model can't be split over so many shards."""
         weights = self._weights(num_shards)
         is_gpu = config.device.type == "cuda"
         workspace = self.request.workspace_bytes

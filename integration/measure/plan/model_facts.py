@@ -1,4 +1,4 @@
-"""What a configuration tells about a model, also of one that pagedkv can't serve."""
+"""Facts about a model from its configuration, also for models that pagedkv can't serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """Multi-head latent attention (DeepSeek-V2, 2024): what a cache of the latent would keep of a token and layer."""
+    """Multi-head latent attention (DeepSeek-V2, 2024): what a cache of the latent would keep of a token in a layer."""
 
     rank: int
     """Channels of the compressed keys and values."""
@@ -36,27 +36,27 @@ class LatentKV:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model without its weights."""
+    """Facts about a model without its weights."""
 
     spec: ModelSpec
     """Layers as pagedkv keeps their keys and values: latent ones expanded to every head."""
     modules: torch.nn.Module | None
-    """On the meta device; None where the configuration makes no model."""
+    """Modules on the meta device; None if no model can be made from the configuration."""
     refusal: str
-    """Why pagedkv can't serve it; empty where it can, as far as a configuration tells."""
+    """Why pagedkv can't serve it; empty if it can, as far as the configuration determines this."""
     doubt: str
-    """What only the weights' loading can tell; empty where nothing."""
+    """What only loading the weights can show; empty if nothing."""
     latent: LatentKV | None
     weight_bits: int | None
-    """Bits of a weight of a quantized checkpoint's projections; None where it is not quantized."""
+    """Bits of a weight of a quantized checkpoint's projections; None if it is not quantized."""
     intermediate_size: int
     uncounted: str
-    """Layers that keep a state which is neither keys nor values, and is not counted; empty where there is none."""
+    """Layers with a state other than keys and values, which is not counted; empty if there are none."""
 
 
 @contextmanager
 def config_directory(path: str) -> Iterator[str]:
-    """A model's directory, for a file that is its config.json under any name; else the path as it is."""
+    """Context manager: a model directory for a file that is a config.json under any name; else the path unchanged."""
     file = Path(path)
     if not file.is_file():
         yield path
@@ -72,8 +72,8 @@ def read_model(config: Config) -> ModelFacts:
     """Reads what `model.path` names: a directory with a config.json, or the name of a model in the local cache.
 
     Raises:
-        ConfigError: there is none.
-        UnsupportedError: it says nothing of attention layers, so that there is nothing to plan.
+        ConfigError: there is no such model.
+        UnsupportedError: the configuration has no attention layers, so there is nothing to plan.
     """
     settings = resolve_model_settings(config)
     model_config = load_model_config(settings)
@@ -103,7 +103,7 @@ def read_model(config: Config) -> ModelFacts:
 
 
 def _probe(modules: torch.nn.Module, spec: ModelSpec) -> tuple[ModelSpec, str, str]:
-    """The spec as the layers call; why they can't be served; what the meta device can't tell."""
+    """Returns the spec from the layers' calls, why they can't be served, and what the meta device can't show."""
     try:
         with torch.inference_mode(), LiveBytes("meta"):
             return probe_layers(modules, spec), "", ""

@@ -1,4 +1,4 @@
-"""Concurrency over length, drawn."""
+"""Draws the number of requests at once over their length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MIN_TOKENS = 32
 
 
 def curve(num_blocks: int, block_size: int, lengths: list[int]) -> list[int]:
-    """Requests at once of each length, prompt and output together, all at their ends."""
+    """Number of requests at once for each length (prompt and output together), all at their ends."""
     return [num_blocks // Traffic(length - 1, 1).blocks_at_end(block_size) for length in lengths]
 
 
 def lengths_up_to(max_total_tokens: int) -> list[int]:
-    """Doubling, and the longest."""
+    """Lengths that double, and the longest one."""
     lengths = [MIN_TOKENS]
     while lengths[-1] * 2 < max_total_tokens:
         lengths.append(lengths[-1] * 2)
@@ -26,7 +26,7 @@ def lengths_up_to(max_total_tokens: int) -> list[int]:
 
 
 def save_plot(plan: MemoryPlan, file: Path) -> None:
-    """A line for each size of KV dtype, and one for a contiguous cache, which reserves for the longest.
+    """Draws a line for each size of KV dtype, and one for a contiguous cache, which reserves the longest length.
 
     Raises:
         ConfigError: matplotlib is not installed, or can't write a file of this suffix.

@@ -1,4 +1,4 @@
-"""A plan as JSON and as tables."""
+"""Formats a plan as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 _TEXT = ("formula", "remark")
-"""Columns that hold no numbers."""
+"""Columns without numbers."""
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
-    """Sizes in bytes, of one shard."""
+    """Converts a plan to JSON. Sizes are in bytes of one shard."""
     budget, config, traffic = plan.budget, plan.config, plan.request.traffic
     return {
         "architecture": plan.facts.spec.architecture,
@@ -53,7 +53,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def notes(plan: MemoryPlan) -> Iterator[str]:
-    """What a reader must know beside the numbers."""
+    """Yields remarks that a reader of the numbers needs."""
     facts, config, budget = plan.facts, plan.config, plan.budget
     if facts.refusal:
         yield f"pagedkv can't serve this model: {facts.refusal}. The bytes below are what it would take."

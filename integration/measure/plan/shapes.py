@@ -1,4 +1,4 @@
-"""Attention kernels that keep and compute nothing: for a step on the meta device."""
+"""Attention kernels that store and compute nothing, for a step on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedkv.plugin.model_spec import AttentionSpec
 
 
 class ShapeKernels:
-    """Fits `AttentionKernels`. The results are as large as real ones; what kernels need beside them is not seen."""
+    """Implements `AttentionKernels`. Results have the real sizes; other memory of kernels is not counted."""
 
     interface_version: ClassVar[int] = 1
     name = "shapes"

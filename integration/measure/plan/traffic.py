@@ -1,4 +1,4 @@
-"""Requests as a plan assumes them, and the slots of a cache that they take."""
+"""The requests that a plan assumes, and the blocks that they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagedkv.plugin.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests of one length. No prefix is shared: every hit makes room for more."""
+    """Requests of one length without shared prefixes. Every prefix hit leaves room for more."""
 
     prompt_tokens: int
     output_tokens: int
@@ -23,11 +23,11 @@ class Traffic:
         return self.prompt_tokens + self.output_tokens
 
     def blocks_at_end(self, block_size: int) -> int:
-        """Of one request; its last token is never stored."""
+        """Blocks of one request at its end. Its last token is never stored."""
         return -(-(self.total_tokens - 1) // block_size)
 
     def mean_blocks(self, block_size: int) -> float:
-        """Of one request, over its steps after the prompt: as many as it holds at a time picked at random.
+        """Mean blocks of one request over its steps after the prompt, that is, at a random time.
 
         >>> Traffic(prompt_tokens=16, output_tokens=3).mean_blocks(16)  # 16, 17, 18 tokens
         1.6666666666666667
@@ -37,6 +37,6 @@ class Traffic:
 
 
 def _blocks_up_to(num_tokens: int, block_size: int) -> int:
-    """Blocks of sequences of 1, 2, … num_tokens tokens together."""
+    """Total blocks of sequences of 1, 2, … num_tokens tokens."""
     num_full, rest = divmod(num_tokens, block_size)
     return block_size * num_full * (num_full + 1) // 2 + rest * (num_full + 1)

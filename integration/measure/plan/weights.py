@@ -1,4 +1,4 @@
-"""Bytes of a model's weights on one shard, counted over modules on the meta device."""
+"""Counts the bytes of a model's weights on one shard, over modules on the meta device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 
 
 def count_weight_bytes(facts: ModelFacts, dtype: torch.dtype, num_shards: int) -> int | None:
-    """Parameters, shared ones once, and buffers; None where the configuration makes no model.
+    """Bytes of parameters, shared ones once, and buffers; None if no model can be made from the configuration.
 
     A quantized checkpoint's projections count at its bits, without their scales.
     """
@@ -25,7 +25,7 @@ def count_weight_bytes(facts: ModelFacts, dtype: torch.dtype, num_shards: int) -
 
 
 def count_decoder_bytes(facts: ModelFacts, config: ResolvedConfig, num_shards: int) -> int:
-    """What decoder kernels keep beside the weights; 0 where the model runs as its modules do."""
+    """Bytes that decoder kernels keep in addition to the weights; 0 if the model runs through its modules."""
     runs_fused = config.backend == "paged" and config.model.decoder != OFF and num_shards == 1
     if not runs_fused or facts.refusal or facts.modules is None:
         return 0

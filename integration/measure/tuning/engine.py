@@ -1,8 +1,7 @@
-"""The engine that tuning.py measures: bench's own in-process one, which also tells of preemptions, and which can stand
-behind the admission of a router.
+"""The engine of the tuning runs: the benchmark's in-process engine with counts of preemptions and a router's admission.
 
-A router does not know how long an answer becomes. It reserves the longest that the client allows, and sends a request
-on only while all reservations fit the capacity that the server tells: `cache.overcommit` times the physical one.
+A router does not know the length of an answer. It reserves the longest that the client allows, and sends a request only
+if all reservations fit into the capacity that the server reports: `cache.overcommit` times the physical one.
 """
 
 from __future__ import annotations
@@ -19,13 +18,15 @@ from pagedkv.plugin.engine.stream import TokenStream
 
 class TuningEngine(InProcessEngine):
     def __init__(self, options: dict[str, Any]) -> None:
-        """`options` as of `InProcessEngine`, and `reserved_new_tokens`: that a router reserves for each answer; 0 is
-        no router, all requests go to the backend as they arrive."""
+        """Makes an engine. `options` are those of `InProcessEngine`, and `reserved_new_tokens`.
+
+        That is what a router reserves for each answer. At 0 there is no router: requests go to the backend as they
+        arrive."""
         super().__init__(options)
         self._reserved_new_tokens: int = options["reserved_new_tokens"]
 
     def run(self, recorder: Recorder) -> dict[str, Any]:
-        """`cache` has, beside what bench has, `preemptions` and `recomputed_tokens` of this repetition."""
+        """Runs one repetition. Adds its `preemptions` and `recomputed_tokens` to the benchmark's cache figures."""
         before = self._backend.stats()
         cache = self._run_behind_router(recorder) if self._reserved_new_tokens else super().run(recorder)
         after = self._backend.stats()
@@ -46,7 +47,7 @@ class TuningEngine(InProcessEngine):
                 _require_waiting_helps(queue, capacity)
                 recorder.wait()
                 continue
-            # A step brings tokens to all streams; the others keep them until they are done.
+            # A step generates tokens for all streams; the other streams buffer them until they are done.
             next(next(iter(live.values())))
             for index in [index for index in live if _is_done(recorder, index)]:
                 deque(live.pop(index), maxlen=0)

@@ -1,4 +1,4 @@
-"""What tuning.py turns: each knob with its values, the requests that show it, and what is read off them."""
+"""The knobs that are measured: each with its values, the requests that show its effect, and the figures to report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pagedkv.integration.measure.benchmark.workloads import ALL_AT_ONCE, SHAPES,
 
 SEED = 0
 _STREAM_TOKENS = (64, 400)
-"""Prompt and new tokens of the stream that must not stutter."""
+"""Prompt and new tokens of the stream whose gaps are measured."""
 _LONG_PROMPT_TOKENS = 6000
 _LONG_PROMPT_ARRIVAL_S = 0.5
 _RESERVED_NEW_TOKENS = 256
 _BASE = {"cache.memory": "1GiB"}
 
 Draw = Callable[[Sequence[int], int], list[RunRequest]]
-"""From token ids and the number of the repetition; no two repetitions have a prompt in common."""
+"""Makes requests from token ids and the number of the repetition. No two repetitions have a prompt in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Load:
 class Measure:
     load: str
     label: str
-    """With its unit."""
+    """Name of the figure, with its unit."""
     read: Callable[[Repetition], float]
     digits: int = 0
 
@@ -46,17 +46,17 @@ class Measure:
 class Knob:
     name: str
     key: str
-    """Of the config."""
+    """Key of the config."""
     values: Sequence[Any]
     loads: Sequence[Load]
     measures: Sequence[Measure]
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Of the config, the same for all values."""
+    """Config keys that are the same for all values."""
     reserved_new_tokens: int = 0
-    """As of `TuningEngine`."""
+    """See `TuningEngine`."""
 
     def make_specs(self, model: str) -> list[EngineSpec]:
-        """An engine for each value, named as it is."""
+        """Makes an engine for each value, with the value as its name."""
         return [self._make_spec(model, value) for value in self.values]
 
     def _make_spec(self, model: str, value: Any) -> EngineSpec:
@@ -71,7 +71,7 @@ class Knob:
 
 
 def name_value(value: Any) -> str:
-    """As in a TOML file, without quotes."""
+    """Formats a value as in a TOML file, without quotes."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -81,7 +81,7 @@ def _load(shape: Shape, arrivals: Arrivals = ALL_AT_ONCE) -> Load:
 
 
 def draw_stream_and_prompt(tokens: Sequence[int], number: int) -> list[RunRequest]:
-    """A stream, and a very long prompt that arrives while it runs."""
+    """Makes a stream, and a very long prompt that arrives while it runs."""
     random_ = random.Random(f"stutter {number}")  # noqa: S311 # token ids for a benchmark
     num_prompt_tokens, num_new_tokens = _STREAM_TOKENS
     stream = RunRequest(random_.choices(tokens, k=num_prompt_tokens), num_new_tokens)
@@ -93,7 +93,7 @@ def _figures(read: Callable[[Figures], float]) -> Callable[[Repetition], float]:
 
 
 def _request(index: int, read: Callable[[Figures], float]) -> Callable[[Repetition], float]:
-    """Of one request alone; they stand in the order in which they arrive."""
+    """Reads a figure of one request. Requests are in the order of arrival."""
     return lambda repetition: read(summarize([replace(repetition, requests=[repetition.requests[index]])]))
 
 

@@ -1,4 +1,4 @@
-"""The figures of tuning.py as tables in TUNING.md and as pictures."""
+"""Writes the figures of the tuning runs as tables of TUNING.md and as plots."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Column:
     label: str
     digits: int
     values: Mapping[str, Sequence[float]]
-    """By the knob's value: one figure a repetition."""
+    """Figures by the knob's value, one for each repetition."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnobFigures:
-    """What was measured of one knob; all that a table and a picture need."""
+    """All figures of one knob, for its table and its plot."""
 
     key: str
     loads: Mapping[str, str]
-    """By name: the requests in words."""
+    """Descriptions of the requests, by load."""
     columns: Sequence[Column]
 
     def to_json(self) -> dict[str, Any]:
@@ -45,14 +45,14 @@ class KnobFigures:
 
 
 def read_figures(knob: Knob, repetitions: Mapping[tuple[str, str], Sequence[Repetition]]) -> KnobFigures:
-    """`repetitions` by load and value."""
+    """Reads a knob's figures from `repetitions`, which are by load and value."""
     names = [name_value(value) for value in knob.values]
     columns = [
         Column(
             measure.load,
             measure.label,
             measure.digits,
-            # Two digits more than are shown.
+            # Keep two digits more than are shown.
             {
                 name: [round(measure.read(one), measure.digits + 2) for one in repetitions[measure.load, name]]
                 for name in names
@@ -64,7 +64,7 @@ def read_figures(knob: Knob, repetitions: Mapping[tuple[str, str], Sequence[Repe
 
 
 def to_table(figures: KnobFigures) -> list[str]:
-    """Lines of Markdown: a row a value, medians, and how far repetitions lie from them at most."""
+    """Returns lines of Markdown: a row for each value, with medians and the largest distance from them."""
     loads = [f"{name}: {description}" for name, description in figures.loads.items()]
     heading = [f"`{figures.key}`", *(f"{column.load}: {column.label}" for column in figures.columns)]
     rows = [
@@ -77,13 +77,13 @@ def to_table(figures: KnobFigures) -> list[str]:
 
 def _cell(values: Sequence[float], digits: int) -> str:
     spread = (max(values) - min(values)) / 2
-    # A spread that would be shown as zero is none.
+    # Omit a spread that would be shown as zero.
     shown = f" ±{spread:.{digits}f}" if spread >= 0.5 * 10**-digits else ""
     return f"{median(values):.{digits}f}{shown}"
 
 
 def insert_tables(guide: str, figures: Mapping[str, KnobFigures]) -> str:
-    """The guide with each table at its place, `<!-- measured: NAME -->` to `<!-- end -->`.
+    """Returns the guide with each table in its place, `<!-- measured: NAME -->` to `<!-- end -->`.
 
     Raises:
         ValueError: the guide has no place for a knob.
@@ -98,7 +98,7 @@ def insert_tables(guide: str, figures: Mapping[str, KnobFigures]) -> str:
 
 
 def save_plot(figures: KnobFigures, file: Path) -> None:
-    """A PNG with a panel a column: the medians as a line, repetitions as dots."""
+    """Draws a PNG with a panel for each column: medians as a line, repetitions as dots."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
 """Measures what each knob of TUNING.md does: `python integration/measure/tuning/run.py [--knob NAME …] [--repeat N]`.
 
-For each value of a knob an engine is started by bench's own means; they take turns on the same requests, repetition by
-repetition, and are stopped while another one runs. Written are `integration/docs/tuning/figures.json`, a picture a knob
-beside it, and the tables of `integration/docs/TUNING.md`; knobs that are not named keep their figures. With
-`--journal DIR` an interrupted run goes on where it stopped. `--draw` measures nothing and draws what the JSON file has.
+For each value of a knob an engine is started, as in `pagedkv bench`. The engines take turns on the same requests,
+repetition by repetition, and are stopped while another one runs. The run writes `integration/docs/tuning/figures.json`,
+a plot for each knob beside it, and the tables of `integration/docs/TUNING.md`; knobs that are not named keep their
+figures. With `--journal DIR` an interrupted run continues. `--draw` measures nothing and draws the JSON file's figures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pagedkv.integration.measure.tuning.report import KnobFigures, insert_tables
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TIMEOUT_S = 600.0
 _ATTEMPT = 1000
-"""Between the numbers of tries of one repetition: more than repetitions."""
+"""Distance between the numbers of a repetition's tries; larger than any number of repetitions."""
 _NUM_WARMUP_REQUESTS = 4
 _WARMUP_NEW_TOKENS = 16
 
@@ -40,11 +40,11 @@ _WARMUP_NEW_TOKENS = 16
 def measure_knob(
     knob: Knob, specs: Sequence[EngineSpec], tokens: Sequence[int], num_repetitions: int, journal: Journal
 ) -> KnobFigures:
-    """Runs what the journal does not have.
+    """Runs the repetitions that the journal does not have.
 
     Args:
         specs: an engine for each value, named as the value.
-        tokens: ids of which prompts are made.
+        tokens: ids from which prompts are made.
 
     Raises:
         EngineFailedError: an engine did not start, ended, or made too few tokens.
@@ -70,7 +70,7 @@ def measure_knob(
 
 
 def _run_once(engine: EngineProcess, load: Load, tokens: Sequence[int], number: int) -> Repetition:
-    """Again, with other prompts, where other programs disturbed it; their share of the cores is put into `cache`."""
+    """Runs a repetition; again, with other prompts, if other programs disturbed it. Adds their share to `cache`."""
     repetition, share = run_undisturbed(lambda attempt: engine.run(load.draw(tokens, number + _ATTEMPT * attempt)))
     return replace(repetition, cache={**repetition.cache, "other_programs_share": share})
 
@@ -78,9 +78,9 @@ def _run_once(engine: EngineProcess, load: Load, tokens: Sequence[int], number: 
 def _remaining_jobs(
     knob: Knob, specs: Sequence[EngineSpec], num_repetitions: int, journal: Journal
 ) -> list[tuple[int, Load, EngineSpec]]:
-    """What the journal does not have, with the number of the repetition.
+    """Lists the jobs that the journal does not have, with the number of the repetition.
 
-    Each repetition another engine begins, so that none always runs behind the same one.
+    Each repetition begins with another engine, so that no engine always runs after the same one.
     """
     return [
         (number, load, spec)
@@ -92,7 +92,7 @@ def _remaining_jobs(
 
 
 def _draw_warmup(knob: Knob, tokens: Sequence[int]) -> list[RunRequest]:
-    """A few requests of each load with short answers, all at once, that no repetition has."""
+    """Makes a few requests of each load with short answers, all at once, that no repetition has."""
     requests = [request for load in knob.loads for request in load.draw(tokens, -1)[:_NUM_WARMUP_REQUESTS]]
     return [
         replace(request, max_new_tokens=min(request.max_new_tokens, _WARMUP_NEW_TOKENS), arrival_s=0.0)
@@ -101,7 +101,7 @@ def _draw_warmup(knob: Knob, tokens: Sequence[int]) -> list[RunRequest]:
 
 
 def measure(names: Sequence[str], model: Path, num_repetitions: int, journals: Path | None) -> dict[str, Any]:
-    """The JSON file's content for the named knobs."""
+    """Measures the named knobs. Returns their content of the JSON file."""
     tokens = plan_experiment(BenchmarkOptions(model, ["short"], ["paged"])).settings.plain_tokens
     about = {
         "model": model.name,
@@ -124,7 +124,7 @@ def measure(names: Sequence[str], model: Path, num_repetitions: int, journals: P
 
 
 def write(figures: dict[str, Any], folder: Path, guide: Path) -> None:
-    """JSON, pictures and tables; what the folder's JSON has of other knobs stays."""
+    """Writes JSON, plots and tables. Keeps the figures of other knobs in the folder's JSON."""
     file = folder / "figures.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     known.update(figures)
