@@ -30,6 +30,7 @@ from pagedkv.plugin.interface import (
     Scheduler,
     WarmupLimits,
 )
+from pagedkv.plugin.kv_events import FlushesPrefixCache, KVEventListener, ReportsKVEvents
 from pagedkv.plugin.kv_scales import LayerScales, load_kv_scales, warn_of_unsafe_scales
 from pagedkv.plugin.limits import ResolvedLimits, resolve_limits
 from pagedkv.plugin.model_spec import ModelSpec
@@ -75,6 +76,7 @@ class PagedBackend:
         self._sequences: dict[RequestId, LiveSequence] = {}
         self._counters = Counters()
         self._pool: Pool | None = None
+        self._kv_event_listener: KVEventListener | None = None
         self._is_closed = False
 
     @classmethod
@@ -116,6 +118,9 @@ class PagedBackend:
             self._executor.prepare_decodes(self._config.graph_batch_sizes, resolved.max_total_tokens)
             self._agree_on_padded_decodes()
         self._pool = self._make_pool(num_blocks, resolved.fit(num_blocks * self._config.cache.block_size))
+        if self._kv_event_listener is not None:
+            self._kv_event_listener.on_cleared()
+            self.set_kv_event_listener(self._kv_event_listener)
         return self._describe_capacity(num_blocks, self._pool.limits)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -204,6 +209,19 @@ class PagedBackend:
         return make_stats(
             self._counters, cache, scheduler, self._executor.bytes_per_block, self._config.cache.block_size
         )
+
+    def set_kv_event_listener(self, listener: KVEventListener | None) -> bool:
+        """See `ReportsKVEvents`; before the first warm-up it answers for a manager that tells."""
+        self._kv_event_listener = listener
+        cache = self._pool.cache if self._pool else None
+        if isinstance(cache, ReportsKVEvents):
+            return cache.set_kv_event_listener(listener)
+        return cache is None
+
+    def flush_prefix_cache(self) -> int:
+        """See `FlushesPrefixCache`; 0 with a manager that can't."""
+        cache = self._require_pool().cache
+        return cache.flush_prefix_cache() if isinstance(cache, FlushesPrefixCache) else 0
 
     def check_integrity(self) -> None:
         if self._pool:

@@ -16,6 +16,7 @@ from pagedkv.plugin.cache.prefix_index import PrefixIndex
 from pagedkv.plugin.cache.sequence import SequenceBlocks, count_unfilled_slots
 from pagedkv.plugin.errors import IntegrityError, RequestError
 from pagedkv.plugin.interface import BlockGrant, BlockPlan
+from pagedkv.plugin.kv_events import KVEventListener, StoredBlock
 from pagedkv.plugin.requests import CacheNamespace, RequestId
 from pagedkv.plugin.stats import CacheStats
 from pagedkv.plugin.step_plan import BlockCopy, BlockId, count_common_tokens
@@ -47,6 +48,7 @@ class PagedCacheManager:
         self._num_hit_tokens = 0
         self._num_evictions = 0
         self._num_copies = 0
+        self._listener: KVEventListener | None = None
 
     @classmethod
     def create(
@@ -173,6 +175,18 @@ class PagedCacheManager:
         """
         return self._find(seq_id).block_table
 
+    def set_kv_event_listener(self, listener: KVEventListener | None) -> bool:
+        """See `ReportsKVEvents`. Blocks that are findable already are not told again."""
+        self._listener = listener
+        return True
+
+    def flush_prefix_cache(self) -> int:
+        """See `FlushesPrefixCache`. These are no evictions: nothing needed their room."""
+        num_blocks = self._pool.num_cached
+        for _ in range(num_blocks):
+            self._forget(self._pool.evict())
+        return num_blocks
+
     def stats(self) -> CacheStats:
         """See `CacheManager.stats`. Its time grows with the number of open sequences, not of blocks."""
         num_used_blocks = self._pool.num_used
@@ -259,7 +273,7 @@ class PagedCacheManager:
 
     def _allocate(self, num_blocks: int) -> list[int]:
         for _ in range(num_blocks - self._pool.num_free):
-            self._index.forget(self._pool.evict())
+            self._forget(self._pool.evict())
             self._num_evictions += 1
         return self._pool.allocate(num_blocks)
 
@@ -296,9 +310,23 @@ class PagedCacheManager:
         names = sequence.names
         names.extend(num_full_blocks)
         for index in range(sequence.num_published_blocks, num_full_blocks):
-            self._index.publish(sequence.block_table[index], names.names[index])
+            self._publish(sequence, index)
         self._stop_expecting_blocks(sequence, num_full_blocks)
         self._mark_published(sequence, num_full_blocks)
+
+    def _publish(self, sequence: SequenceBlocks, index: int) -> None:
+        names = sequence.names
+        is_new = self._index.publish(sequence.block_table[index], names.names[index])
+        if is_new and self._listener is not None:
+            start = index * self._block_size
+            token_ids = sequence.token_ids[start : start + self._block_size]
+            parent_name = names.names[index - 1] if index else None
+            self._listener.on_stored(StoredBlock(names.names[index], parent_name, token_ids, sequence.namespace))
+
+    def _forget(self, block: int) -> None:
+        name = self._index.forget(block)
+        if self._listener is not None:
+            self._listener.on_removed(name)
 
     def _mark_published(self, sequence: SequenceBlocks, num_blocks: int) -> None:
         if self._has_prefix_cache:
@@ -315,7 +343,7 @@ class PagedCacheManager:
         names.extend(index + 1)
         named_block = self._index.find(names.names[index])
         if named_block is None:
-            self._index.publish(sequence.block_table[index], names.names[index])
+            self._publish(sequence, index)
         else:
             self._pool.touch(named_block)
 

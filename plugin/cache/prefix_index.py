@@ -46,16 +46,20 @@ class PrefixIndex:
                 return position
         return max(num_found, max_blocks)
 
-    def publish(self, block: int, name: bytes) -> None:
-        """Adds a written block, unless another block has the name."""
+    def publish(self, block: int, name: bytes) -> bool:
+        """Adds a written block, unless another block has the name. Returns whether it did."""
         assert block not in self._name_of, f"block {block} has a name already"
-        if name not in self._block_of:
-            self._block_of[name] = block
-            self._name_of[block] = name
+        if name in self._block_of:
+            return False
+        self._block_of[name] = block
+        self._name_of[block] = name
+        return True
 
-    def forget(self, block: int) -> None:
-        """Removes a block that has a name."""
-        del self._block_of[self._name_of.pop(block)]
+    def forget(self, block: int) -> bytes:
+        """Removes a block that has a name, and returns the name."""
+        name = self._name_of.pop(block)
+        del self._block_of[name]
+        return name
 
     def is_named(self, block: int) -> bool:
         return block in self._name_of

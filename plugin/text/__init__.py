@@ -2,5 +2,6 @@
 
 from pagedkv.plugin.text.detokenizer import Detokenizer
 from pagedkv.plugin.text.output_text import OutputText
+from pagedkv.plugin.text.stop_strings import StopStrings
 
-__all__ = ["Detokenizer", "OutputText"]
+__all__ = ["Detokenizer", "OutputText", "StopStrings"]

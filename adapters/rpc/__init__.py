@@ -1,0 +1,1 @@
+"""What every gRPC door shares: messages, statuses, generated code. Knows no protocol."""

@@ -1,0 +1,1 @@
+"""Worker of the SMG gateway: the service `vllm.grpc.engine.VllmEngine` over the serving loop."""

@@ -1,0 +1,94 @@
+"""gRPC handlers of the worker: bytes are parsed here and every error becomes a status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from pagedkv.adapters.rpc.calls import Context, StatusCodes, describe_error, parse_message
+from pagedkv.adapters.smg import engine_pb2 as pb
+from pagedkv.adapters.smg.kv_events import EventGapError, UnknownEventNumberError
+from pagedkv.adapters.smg.worker import SmgWorker
+from pagedkv.plugin.errors import (
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    StepError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+
+STATUS_CODES: StatusCodes = {
+    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StepError: grpc.StatusCode.INTERNAL,
+    UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
+    UnknownEventNumberError: grpc.StatusCode.OUT_OF_RANGE,
+    EventGapError: grpc.StatusCode.DATA_LOSS,
+}
+"""The gateway repeats a request that got UNAVAILABLE or RESOURCE_EXHAUSTED, elsewhere if it can; never one of INTERNAL
+or INVALID_ARGUMENT."""
+
+Unary = Callable[[Any, Context], Awaitable[Message]]
+Streaming = Callable[[Any, Context], AsyncIterator[bytes]]
+
+
+def worker_handler(worker: SmgWorker) -> grpc.GenericRpcHandler:
+    """Handlers of all methods that a text model has; gRPC answers the others with UNIMPLEMENTED."""
+    unary: dict[str, tuple[Unary, type[Message]]] = {
+        "Abort": (worker.abort, pb.AbortRequest),
+        "HealthCheck": (worker.health_check, pb.HealthCheckRequest),
+        "GetModelInfo": (worker.get_model_info, pb.GetModelInfoRequest),
+        "GetServerInfo": (worker.get_server_info, pb.GetServerInfoRequest),
+        "GetLoads": (worker.get_loads, pb.GetLoadsRequest),
+        "FlushCache": (worker.flush_cache, pb.FlushCacheRequest),
+    }
+    streaming: dict[str, tuple[Streaming, type[Message]]] = {
+        "Generate": (worker.generate, pb.GenerateRequest),
+        "GetTokenizer": (worker.get_tokenizer, pb.GetTokenizerRequest),
+        "SubscribeKvEvents": (worker.subscribe_kv_events, pb.SubscribeKvEventsRequest),
+    }
+    methods = {
+        **{name: grpc.unary_unary_rpc_method_handler(_unary(*entry)) for name, entry in unary.items()},
+        **{name: grpc.unary_stream_rpc_method_handler(_streaming(*entry)) for name, entry in streaming.items()},
+    }
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+
+def _unary(method: Unary, kind: type[Message]) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            return (await method(parse_message(kind, data), context)).SerializeToString()
+        except Exception as error:
+            code, details = describe_error(error, STATUS_CODES)
+        return await context.abort(code, details)
+
+    return handle
+
+
+def _streaming(method: Streaming, kind: type[Message]) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def handle(data: bytes, context: Context) -> None:
+        messages = None
+        try:
+            messages = method(parse_message(kind, data), context)
+            async for message in messages:
+                await context.write(message)
+            return
+        except Exception as error:
+            code, details = describe_error(error, STATUS_CODES)
+        finally:
+            if messages is not None:
+                await messages.aclose()  # type: ignore[attr-defined]
+        await context.abort(code, details)
+
+    return handle
