@@ -1,4 +1,4 @@
-"""One engine in a process of its own. While it is not asked for anything it is stopped, so that it takes no core."""
+"""Runs an engine in a separate process. Between repetitions the process is stopped, so that it uses no core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END_TIMEOUT_S = 20.0
 
 
 class EngineFailedError(PagedKVError):
-    """An engine did not start, ended, took too long, or answered something else than was asked for."""
+    """An engine did not start, ended, took too long, or gave a wrong answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +36,31 @@ class EngineSpec:
     name: str
     command: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Beside the variables of this process."""
+    """Variables in addition to those of this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What one engine did with the requests of one repetition."""
+    """Results of one engine in one repetition."""
 
     seconds: float
-    """From the start to the last token."""
+    """Time from the start to the last token."""
     prompt_tokens: int
     new_tokens: int
     requests: Sequence[RequestTimes]
     cache: Mapping[str, Any]
-    """As `RunEngine.run` returns it."""
+    """Cache figures from `RunEngine.run`."""
 
 
 class EngineProcess:
-    """An engine that has been loaded, for the time of a `with`.
+    """Context manager that runs a loaded engine.
 
     Args:
-        folder: where its log goes, and its working directory.
-        timeout_s: how long loading may take, and each repetition.
+        folder: working directory of the engine, and folder of its log.
+        timeout_s: longest time for loading, and for each repetition.
 
     Raises:
-        EngineFailedError: it could not be started; the text ends with its last words.
+        EngineFailedError: the engine did not start; the message ends with its last log lines.
     """
 
     def __init__(self, spec: EngineSpec, folder: Path, timeout_s: float) -> None:
@@ -77,8 +77,8 @@ class EngineProcess:
                     stderr=errors,
                     cwd=folder,
                     env={**os.environ, **spec.environ},
-                    # A group of its own, to be stopped as a whole. It stays in our session, so that the system wakes
-                    # and hangs up a stopped group whose benchmark has died.
+                    # A separate process group, to stop it as a whole. It stays in our session: if the benchmark dies,
+                    # the system continues the stopped group and sends it SIGHUP.
                     preexec_fn=os.setpgrp,
                 )
         except OSError as error:
@@ -103,7 +103,7 @@ class EngineProcess:
         message = json.dumps({"requests": [asdict(request) for request in requests]})
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        # Where it has ended, the answer that is missing tells more.
+        # If the process has ended, reading its answer gives the better error.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(message.encode() + b"\n")
             self._process.stdin.flush()
@@ -118,7 +118,7 @@ class EngineProcess:
         return Repetition(answer["seconds"], num_prompt_tokens, sum(made), times, answer["cache"])
 
     def close(self) -> None:
-        """Ends the engine and whatever it started. A second call does nothing."""
+        """Ends the engine and all processes that it started. A second call does nothing."""
         self._signal(signal.SIGCONT)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -130,7 +130,7 @@ class EngineProcess:
         self._process.wait()
 
     def _receive(self, late: str) -> dict[str, Any]:
-        """The next line it says, as JSON."""
+        """Reads the engine's next line of JSON."""
         assert self._process.stdout is not None
         deadline_s = time.monotonic() + self._timeout_s
         with selectors.DefaultSelector() as selector:
@@ -154,7 +154,7 @@ class EngineProcess:
         return EngineFailedError(f"{self.name} {what}; its standard error ends with:\n{tail or '(nothing)'}")
 
     def _stop(self) -> None:
-        """Stops it, and returns once it stands still (or has ended)."""
+        """Stops the process group, and waits until it is stopped or has ended."""
         self._signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 

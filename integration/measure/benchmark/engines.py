@@ -1,4 +1,4 @@
-"""How each engine is started: our backends by this interpreter, other engines by one that has them."""
+"""Describes how to start each engine: our backends with this interpreter, other engines with one that has them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pagedkv.integration.measure.benchmark.engine_process import EngineSpec
 from pagedkv.plugin.errors import ConfigError
 
 TRANSPORTS = {"process": "pagedkv", "grpc": "pagedkv-grpc"}
-"""How our backends can be reached, and the kind of runner for it."""
+"""Transports to our backends, and the kind of runner for each."""
 
 PEERS = ("vllm", "vllm-one-process", "openvino", "transformers", "llama-cpp")
 _GGUF_PEERS = ("openvino", "llama-cpp")
-"""Read a GGUF file, which for the demo model is the one that it was made from."""
+"""Peers that read a GGUF file. For the demo model it is the file from which it was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """What every peer is told."""
+    """Options for every peer."""
 
     model: Path
     models: Mapping[str, str]
-    """By peer, where it reads another file or directory."""
+    """Models of peers that read another file or directory, by peer."""
     dtype: str
     kv_bytes: int
     max_total_tokens: int
@@ -39,13 +39,13 @@ class PeerOptions:
 def make_backend_spec(
     backend: str, transport: str, config_file: Path | None, overrides: Mapping[str, Any]
 ) -> EngineSpec:
-    """A backend of ours, or of a plugin. Through gRPC it is named "NAME-grpc".
+    """Describes a backend of ours or of a plugin. Through gRPC its name is "NAME-grpc".
 
     Args:
-        overrides: of the config, by dotted key.
+        overrides: values of the config, by dotted key.
 
     Raises:
-        ConfigError: there is no such transport.
+        ConfigError: the transport is unknown.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(f"--through takes {' or '.join(TRANSPORTS)}, not {transport!r}")
@@ -57,12 +57,12 @@ def make_backend_spec(
 
 
 def make_peer_spec(peer: str, options: PeerOptions) -> EngineSpec:
-    """Another engine, from NAME=PYTHON; `transformers` alone takes this interpreter.
+    """Describes another engine, from NAME=PYTHON. Only `transformers` may use this interpreter.
 
-    Any other NAME=COMMAND is a runner of the user's own, which speaks what `runners/protocol.py` says.
+    Any other NAME=COMMAND is the user's own runner, which uses the protocol in `runners/protocol.py`.
 
     Raises:
-        ConfigError: no interpreter is named, or no model that the peer reads is known.
+        ConfigError: no interpreter is named, or there is no model that the peer can read.
     """
     name, _, python = peer.partition("=")
     if name not in PEERS:
@@ -92,7 +92,7 @@ def _find_model(name: str, model: Path) -> str:
 
 
 def _make_spec(name: str, python: str, kind: str, options: Mapping[str, Any]) -> EngineSpec:
-    # The folder of `runners` alone, which any interpreter can import from.
+    # Only the folder of `runners`, from which any interpreter can import.
     path = [str(Path(runners.__file__).parents[1])]
     if python == sys.executable and os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
@@ -100,6 +100,6 @@ def _make_spec(name: str, python: str, kind: str, options: Mapping[str, Any]) ->
 
 
 def split_names(values: Sequence[str] | None) -> list[str]:
-    """Values of an option that may be given again, or hold several with commas between, each once."""
+    """Splits the values of an option that may be repeated or have several names with commas. Removes duplicates."""
     names = [name.strip() for value in values or () for name in value.split(",")]
     return list(dict.fromkeys(name for name in names if name))

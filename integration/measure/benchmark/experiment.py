@@ -1,4 +1,4 @@
-"""From what the user asks for to engines and workloads: every engine gets the same lengths and the same KV budget."""
+"""Makes engines and workloads from the user's options. Every engine gets the same lengths and the same KV budget."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from pagedkv.plugin.resolved_config import (
 )
 
 MIN_TOTAL_TOKENS = 4096
-"""Longest request that engines are set up for, at least: what the contiguous backend reserves for each."""
+"""Least length of the longest request for which engines are set up; the contiguous backend reserves it for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkOptions:
-    """The command line, understood."""
+    """The options of the command line."""
 
     model: Path
     workloads: Sequence[str]
     backends: Sequence[str]
     transports: Sequence[str] = ("process",)
     peers: Sequence[str] = ()
-    """NAME=PYTHON each."""
+    """Peers, each as NAME=PYTHON."""
     peer_models: Mapping[str, str] = field(default_factory=dict)
     config_file: Path | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -70,10 +70,10 @@ class Experiment:
 
 
 def plan_experiment(options: BenchmarkOptions) -> Experiment:
-    """Finds workloads, engines and token ids. Nothing is started yet.
+    """Selects workloads, engines and token ids. Starts nothing.
 
     Raises:
-        ConfigError, PluginError: a name that is not known, a model that is too short for a workload.
+        ConfigError, PluginError: a name is unknown, or a workload is too long for the model.
     """
     shapes = select_shapes(options.workloads, options.scale)
     for backend in options.backends:
@@ -133,7 +133,7 @@ def _plan_small(
     spec: ModelSpec,
     config: ResolvedConfig,
 ) -> Round:
-    """Our backends alone: a KV budget in bytes is no setting of every peer."""
+    """Plans the round with a small cache. Only for our backends: not every peer has a KV budget in bytes."""
     limit = _find_limit(shapes, spec, CAPACITY_ROW_TOKENS)
     num_blocks = CAPACITY_ROWS * -(-limit // config.cache.block_size)
     kv_bytes = num_blocks * spec.bytes_per_block(config.cache.block_size, KV_DTYPE_OF_TORCH[config.dtype])
@@ -150,7 +150,7 @@ def _make_backend_specs(options: BenchmarkOptions, overrides: Mapping[str, Any])
 
 
 def _find_limit(shapes: Sequence[Shape], spec: ModelSpec, at_least: int) -> int:
-    """The longest request that engines must take. Raises ConfigError for more than the model has positions."""
+    """Returns the longest request that engines must accept. Raises ConfigError beyond the model's positions."""
     longest = max(shapes, key=lambda shape: shape.max_total_tokens)
     if longest.max_total_tokens > spec.max_position_tokens:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: tables, picture, and all figures as JSON."""
+"""Writes a run as one self-contained HTML page: tables, plot, and all figures as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that remembers each repetition as it ends, so that a run which was interrupted goes on where it stopped."""
+"""A file that records each repetition when it ends, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pagedkv.plugin.errors import ConfigError
 
 
 class Journal:
-    """Lines of JSON: first what the run is, then engines and repetitions.
+    """A journal as lines of JSON: first the description of the run, then engines and repetitions.
 
     Args:
-        file: is begun unless something is there. None remembers within this process alone.
+        file: created if it does not exist. None keeps the journal only in this process.
         run: everything that changes what is measured, as JSON.
 
     Raises:
-        ConfigError: the file is of another run, or no journal, or can't be read or written.
+        ConfigError: the file belongs to another run, is not a journal, or can't be read or written.
     """
 
     def __init__(self, file: Path | None, run: Mapping[str, Any]) -> None:
         self._file = file
         self._repetitions: dict[tuple[str, str, int], Repetition] = {}
         self.engines: dict[str, Mapping[str, Any]] = {}
-        """By name: what each says of itself."""
+        """What each engine reports about itself, by name."""
         if file is None:
             return
         if not file.exists() or not file.stat().st_size:
             self._write({"run": run})
-        # A line that was cut off, by the end of the process that wrote it, is written again.
+        # Drop an incomplete last line, which a process left that ended while writing.
         whole, newline, cut_off = _read_text(file).rpartition("\n")
         first, *lines = whole.splitlines() or [""]
         if first != json.dumps({"run": run}):
@@ -51,7 +51,7 @@ class Journal:
         self._write({"workload": workload, "engine": engine, "number": number, "repetition": asdict(repetition)})
 
     def add_engine(self, name: str, info: Mapping[str, Any]) -> None:
-        """What an engine says of itself; the first word stands."""
+        """Records what an engine reports about itself. A later report is ignored."""
         if name not in self.engines:
             self.engines[name] = info
             self._write({"engine": name, "info": info})

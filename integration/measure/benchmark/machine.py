@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Describes the machine on which figures were measured."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]  # its stubs are in the extra dev
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "i8mm")
-"""Those that decide how fast products are."""
+"""Instruction sets that decide how fast products are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     processor: str
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int
     instructions: tuple[str, ...]
     system: str
@@ -44,7 +44,7 @@ def describe_machine() -> Machine:
 
 
 def _read_cpuinfo() -> tuple[str, set[str]]:
-    """Model name and flags of the first processor; empty where Linux does not tell them."""
+    """Reads model name and flags of the first processor; empty if Linux does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

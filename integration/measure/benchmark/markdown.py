@@ -1,4 +1,4 @@
-"""The tables of a run for RESULTS.md."""
+"""Formats the tables of a run in Markdown, for RESULTS.md."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def _say_settings(report: Report) -> str:
 
 
 def _table(heading: Sequence[str], is_left: Sequence[bool], rows: Iterable[Sequence[str]]) -> list[str]:
-    # A bar inside a cell would end it.
+    # A "|" inside a cell would end it.
     lines = [heading, ["---" if left else "--:" for left in is_left], *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]

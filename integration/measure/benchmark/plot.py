@@ -1,4 +1,4 @@
-"""A picture of a run: seconds of every engine on every workload."""
+"""Draws the seconds of every engine on every workload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedkv.plugin.errors import ConfigError
 
 
 def draw(report: Report) -> Any:
-    """A matplotlib figure: a panel a workload, as their seconds have nothing to do with each other."""
+    """Makes a matplotlib figure with a panel for each workload, because their seconds can't be compared."""
     from matplotlib.figure import Figure
 
     names = report.engine_names()
@@ -41,7 +41,7 @@ def _draw_workload(axes: Any, workload: str, seconds: dict[str, tuple[float, ...
 
 
 def save_plot(report: Report, file: Path) -> None:
-    """Raises ConfigError: matplotlib can't write a file of this suffix, or there."""
+    """Writes the plot. Raises ConfigError if matplotlib can't write a file of this suffix, or at this path."""
     try:
         draw(report).savefig(file)
     except (ValueError, OSError) as error:
@@ -49,7 +49,7 @@ def save_plot(report: Report, file: Path) -> None:
 
 
 def to_svg(report: Report) -> str:
-    """The picture as an SVG element, for a page."""
+    """Returns the plot as an SVG element, for an HTML page."""
     buffer = io.StringIO()
     draw(report).savefig(buffer, format="svg")
     text = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Everything that a run measured, as JSON and as tables."""
+"""All results of a run, as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ LEFT_COLUMNS = ("workload", "engine")
 class Report:
     model: str
     started: str
-    """UTC, as ISO 8601."""
+    """Start time in UTC, as ISO 8601."""
     machine: Machine
     versions: Mapping[str, str]
-    """Of this process's libraries."""
+    """Versions of this process's libraries."""
     settings: Mapping[str, Any]
     shapes: Mapping[str, str]
-    """By workload: its requests in words."""
+    """Descriptions of the requests, by workload."""
     engines: Mapping[str, Mapping[str, Any]]
-    """By name: what each says of itself."""
+    """What each engine reports about itself, by name."""
     workloads: Mapping[str, Mapping[str, Figures]]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def engine_names(self) -> list[str]:
-        """In the order of the first runs."""
+        """Names of engines, in the order of their first runs."""
         return list(dict.fromkeys(name for of_workload in self.workloads.values() for name in of_workload))
 
     def describe_engine(self, name: str) -> str:
@@ -60,7 +60,7 @@ class Report:
 
 
 def make_rows(report: Report) -> list[list[str]]:
-    """The cells of COLUMNS: a row for each engine on each workload."""
+    """Makes the cells of COLUMNS: a row for each engine on each workload."""
     return [
         [workload, engine, *_make_cells(figures)]
         for workload, of_workload in report.workloads.items()
@@ -84,7 +84,7 @@ def make_table(report: Report) -> Table:
 
 
 def make_seconds_rows(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of a table with a column for each engine: medians of seconds, of ms a token for one stream."""
+    """Makes a table with a column for each engine: medians in seconds, or in ms per token for one stream."""
     names = report.engine_names()
     rows = []
     for workload, of_workload in report.workloads.items():
@@ -118,7 +118,7 @@ def _make_cells(figures: Figures) -> list[str]:
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """How far the repetitions lie from their median, at most."""
+    """Largest distance of the repetitions from their median."""
     return f" ±{(max(seconds) - min(seconds)) / 2:.2f}" if len(seconds) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""`pagedkv bench` without its command line: a plan in, a report out."""
+"""`pagedkv bench` without its command line: runs an experiment and returns a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBRARIES = ("pagedkv", "torch", "transformers")
 
 
 class _Progress:
-    """A bar on standard error that says what is going on."""
+    """A progress bar on standard error that shows the current action."""
 
     def __init__(self, num_calls: int) -> None:
         self._bar = tqdm(total=num_calls, unit="run")
@@ -36,20 +36,20 @@ class _Progress:
         self._bar.close()
 
     def show(self, engine: str, what: str) -> None:
-        # Called before something begins, which ends what was before it.
+        # Called when an action begins, which means that the one before it has ended.
         self._bar.update(1 if self._has_begun else 0)
         self._has_begun = True
         self._bar.set_description(f"{engine}: {what}")
 
 
 def run_benchmark(options: BenchmarkOptions, plan: Experiment, journal_file: Path | None = None) -> Report:
-    """Runs a plan, with a progress bar on standard error.
+    """Runs an experiment, with a progress bar on standard error.
 
     Args:
-        journal_file: what it has is not run again.
+        journal_file: repetitions in this file are not run again.
 
     Raises:
-        ConfigError: the journal is of another run.
+        ConfigError: the journal belongs to another run.
         EngineFailedError: an engine failed.
     """
     settings = describe_settings(options, plan)

@@ -1,4 +1,4 @@
-"""The run itself: engines side by side, repetition by repetition."""
+"""Runs the engines in turn, repetition by repetition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedkv.integration.measure.benchmark.journal import Journal
 from pagedkv.integration.measure.benchmark.workloads import ALL_AT_ONCE, Arrivals, Shape, draw_warmup, draw_workload
 
 OnRun = Callable[[str, str], None]
-"""Called with an engine and what it does, before it does it."""
+"""Called with an engine's name and its next action, before each action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RunSettings:
     seed: int = 0
     timeout_s: float = 1800.0
     logs: Path | None = None
-    """Folder for what engines write to standard error; None throws it away."""
+    """Folder for the engines' standard error; None discards it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Job:
 
 
 def run_rounds(rounds: Sequence[Round], settings: RunSettings, journal: Journal, on_run: OnRun) -> None:
-    """Runs whatever the journal does not have. Of the engines one at a time computes, the others are stopped.
+    """Runs everything that the journal does not have. One engine runs at a time, the others are stopped.
 
     Raises:
         EngineFailedError: an engine did not start, ended, or made too few tokens.
@@ -58,7 +58,7 @@ def run_rounds(rounds: Sequence[Round], settings: RunSettings, journal: Journal,
 
 
 def count_calls(rounds: Sequence[Round], settings: RunSettings, journal: Journal) -> int:
-    """How often `run_rounds` will call `on_run`: for each engine's start and warm-up, and for each repetition."""
+    """Counts the calls of `on_run` by `run_rounds`: one for each engine's start and warm-up, and each repetition."""
     jobs = [list(_remaining_jobs(round_, settings, journal)) for round_ in rounds]
     return sum(len(of_round) + 2 * len({job.engine for job in of_round}) for of_round in jobs)
 
@@ -85,9 +85,9 @@ def _run_round(round_: Round, settings: RunSettings, journal: Journal, on_run: O
 
 
 def _remaining_jobs(round_: Round, settings: RunSettings, journal: Journal) -> Iterator[_Job]:
-    """What the journal does not have yet, in the order in which it is to run.
+    """Yields the jobs that the journal does not have yet, in the order in which they run.
 
-    Each repetition another engine begins, so that none always runs behind the same one.
+    Each repetition begins with another engine, so that no engine always runs after the same one.
     """
     names = [spec.name for spec in round_.engines]
     for number in range(settings.num_repetitions):

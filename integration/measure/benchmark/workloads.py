@@ -1,4 +1,4 @@
-"""What is measured: shapes of requests, and their token ids, which every engine gets alike.
+"""Workloads: shapes of requests and their token ids, which are the same for every engine.
 
 >>> workload = draw_workload(SHAPES["prefix"], Arrivals(), plain_tokens=range(100, 1000), seed=0, repetition=0)
 >>> len(workload), {len(request.prompt_ids) for request in workload}, workload[0].max_new_tokens
@@ -23,20 +23,20 @@ _MAX_TRIES = 64
 """Tries for each plain token wanted."""
 _WARMUP_NEW_TOKENS = 16
 _WARMUP_REQUESTS = 4
-"""Of each workload."""
+"""Warm-up requests of each workload."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many requests of which lengths. Lengths of which there are several are drawn, each with the same chance."""
+    """Number and lengths of requests. If there are several lengths, each is drawn with the same probability."""
 
     name: str
     num_requests: int
     prompt_tokens: tuple[int, ...]
-    """Without the shared prefix."""
+    """Lengths of prompts, without the shared prefix."""
     new_tokens: tuple[int, ...]
     shared_tokens: int = 0
-    """With which all prompts begin."""
+    """Length of a prefix that all prompts share."""
     needs_small_cache: bool = False
     """Runs on backends of their own, whose KV budget lets the contiguous one hold CAPACITY_ROWS requests."""
 
@@ -49,7 +49,7 @@ class Shape:
         return f"{self.num_requests} × ({shared}{_join(self.prompt_tokens)} → {_join(self.new_tokens)})"
 
     def scaled(self, factor: float) -> Shape:
-        """With prompts and answers `factor` times as long, at least a token each."""
+        """Returns the shape with prompts and answers `factor` times as long, at least one token each."""
         return replace(
             self,
             prompt_tokens=tuple(_scale(length, factor) for length in self.prompt_tokens),
@@ -60,7 +60,7 @@ class Shape:
 
 CAPACITY_ROWS = 8
 CAPACITY_ROW_TOKENS = 2048
-"""What the contiguous backend reserves for a request of the workload `capacity`."""
+"""Tokens that the contiguous backend reserves for a request of the workload `capacity`."""
 
 SHAPES = {
     shape.name: shape
@@ -76,20 +76,20 @@ SHAPES = {
     )
 }
 GROUPS = {"stream": ("stream-128", "stream-3072"), "all": tuple(SHAPES)}
-"""Names that stand for several workloads."""
+"""Names of several workloads together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come: all at once, or `rate` a second on average, alone or `burst_size` at a time."""
+    """Arrival times of requests: all at once, or `rate` a second on average, one or `burst_size` at a time."""
 
     rate: float | None = None
     """Requests a second; gaps between arrivals are exponential (a Poisson process), bursts are regular."""
     burst_size: int = 0
-    """0 sends no bursts."""
+    """Requests of a burst; 0 is no bursts."""
 
     def draw(self, num_requests: int, random_: random.Random) -> list[float]:
-        """Seconds after the start, ascending; the first comes at once."""
+        """Draws arrival times in seconds after the start, ascending. The first is 0."""
         if self.rate is None:
             return [0.0] * num_requests
         if self.burst_size:
@@ -111,10 +111,10 @@ ALL_AT_ONCE = Arrivals()
 
 
 def select_shapes(names: Sequence[str], scale: float = 1.0) -> list[Shape]:
-    """Shapes by name, in the order they are named.
+    """Returns shapes by name, in the given order.
 
     Raises:
-        ConfigError: a name is not known.
+        ConfigError: a name is unknown.
     """
     known = [name for group in names for name in GROUPS.get(group, (group,))]
     unknown = [name for name in known if name not in SHAPES]
@@ -124,10 +124,10 @@ def select_shapes(names: Sequence[str], scale: float = 1.0) -> list[Shape]:
 
 
 def draw_plain_tokens(tokenizer: Tokenizer, vocab_size: int, seed: int) -> list[int]:
-    """Token ids that stay what they are as text, one behind the other: a space and a word each.
+    """Draws token ids that are the same after decoding and tokenizing again: each is a space and a word.
 
-    Requests are text where they go through gRPC, so prompts are made of these. Falls back to any ids below
-    `vocab_size` where the tokenizer has few such words; `to_text` then finds prompts that are no text.
+    Requests through gRPC are text, so prompts are made of these. If the tokenizer has few such words, any ids below
+    `vocab_size` are used; `to_text` then detects prompts that can't be text.
     """
     random_ = random.Random(seed)  # noqa: S311 # token ids for a benchmark
     num_tokens = min(NUM_PLAIN_TOKENS, vocab_size // 8)
@@ -142,7 +142,7 @@ def draw_plain_tokens(tokenizer: Tokenizer, vocab_size: int, seed: int) -> list[
 
 
 def to_text(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
-    """The text whose tokens these are. Raises ConfigError where there is none."""
+    """Returns the text that has these tokens. Raises ConfigError if there is none."""
     text = tokenizer.decode(prompt_ids)
     if tokenizer.encode(text, add_special_tokens=False) != list(prompt_ids):
         raise ConfigError("this tokenizer has no text for the drawn token ids; leave out --through grpc")
@@ -152,7 +152,7 @@ def to_text(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
 def draw_workload(
     shape: Shape, arrivals: Arrivals, plain_tokens: Sequence[int], seed: int, repetition: int
 ) -> list[RunRequest]:
-    """The requests of one repetition. No two repetitions have a prompt in common: caches must not answer."""
+    """Draws the requests of one repetition. No two repetitions share a prompt, so that caches have no effect."""
     random_ = random.Random(_mix(seed, shape.name, repetition))  # noqa: S311
     shared = random_.choices(plain_tokens, k=shape.shared_tokens)
     lengths = _draw_lengths(shape, random_)
@@ -165,7 +165,7 @@ def draw_workload(
 
 
 def draw_warmup(shapes: Sequence[Shape], plain_tokens: Sequence[int], seed: int) -> list[RunRequest]:
-    """Some requests of each shape with short answers, all at once, that no repetition has."""
+    """Draws a few requests of each shape with short answers, all at once, that no repetition has."""
     requests = [draw_workload(shape, ALL_AT_ONCE, plain_tokens, seed, -1)[:_WARMUP_REQUESTS] for shape in shapes]
     return [
         replace(request, max_new_tokens=min(request.max_new_tokens, _WARMUP_NEW_TOKENS))
@@ -175,7 +175,7 @@ def draw_warmup(shapes: Sequence[Shape], plain_tokens: Sequence[int], seed: int)
 
 
 def _draw_lengths(shape: Shape, random_: random.Random) -> list[tuple[int, int]]:
-    """Prompt and new tokens of each request. Every repetition has the same ones, so that its tokens are the same."""
+    """Draws prompt and new tokens of each request. They are equal in every repetition, so totals are equal too."""
     lengths = random.Random(_mix(0, shape.name, 0))  # noqa: S311
     return [(lengths.choice(shape.prompt_tokens), lengths.choice(shape.new_tokens)) for _ in range(shape.num_requests)]
 
@@ -188,7 +188,7 @@ def _is_plain(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 def _mix(seed: int, name: str, repetition: int) -> int:
-    """One seed of several; Python's own hash of a string differs from process to process."""
+    """Combines several values into a seed. Python's own hash of a string differs between processes."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name} {repetition}".encode()).digest()[:8], "big")
 
 

@@ -1,5 +1,5 @@
-"""Engines, each run in a process of its own by `python -m runners KIND OPTIONS`, under an interpreter that has it.
+"""Engines, each run in a separate process by `python -m runners KIND OPTIONS`, with an interpreter that has it.
 
-Other engines' interpreters don't have pagedkv, so but for `in_process` and `through_grpc` nothing here imports it, and
-imports between these modules are relative: the package runs from its folder alone.
+Other engines' interpreters don't have pagedkv. So only `in_process` and `through_grpc` import it, and imports between
+these modules are relative: the package runs from its folder.
 """

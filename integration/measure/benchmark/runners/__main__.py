@@ -17,7 +17,7 @@ LOADERS = {
     "transformers": ("transformers_engine", "load"),
     "llama-cpp": ("llama_cpp_engine", "load"),
 }
-"""By kind: a module and its function that takes options and returns an engine."""
+"""By kind: a module, and its function that makes an engine from options."""
 
 
 def main() -> None:
@@ -26,6 +26,6 @@ def main() -> None:
     serve(lambda: getattr(importlib.import_module(f".{module}", __package__), function)(options))
 
 
-# Engines that start processes of their own import this module again.
+# Engines that start processes import this module again.
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""pagedkv's own backends by the Python API, in this process."""
+"""Runs pagedkv's own backends with the Python API, in this process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .protocol import Recorder, RunEngine
 
 
 class TimedBackend:
-    """A backend that tells a recorder of its tokens, and remembers what its cache held after each step.
+    """A backend that reports its tokens to a recorder, and records what its cache holds after each step.
 
-    All else is the backend's own.
+    Everything else is passed to the backend.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -30,14 +30,14 @@ class TimedBackend:
         self.watch(Recorder([]))
 
     def watch(self, recorder: Recorder) -> None:
-        """From now on requests are those of this recorder, in their order."""
+        """Sets the recorder. The next requests are those of this recorder, in their order."""
         self._recorder = recorder
         self._indices: dict[RequestId, int] = {}
         self._next_index = itertools.count()
         self._peak_bytes = self._peak_running = self._sum_in_use = self._sum_reserved = 0
 
     def describe_cache(self) -> dict[str, Any]:
-        """Of the steps since `watch`; the waste is the share of the held bytes in which no token was."""
+        """Returns cache figures of the steps since `watch`. Waste is the share of held bytes without a token."""
         waste = 1 - self._sum_in_use / self._sum_reserved if self._sum_reserved else None
         return {"peak_kv_bytes": self._peak_bytes, "peak_running": self._peak_running, "waste": waste}
 
@@ -63,7 +63,7 @@ class TimedBackend:
 
 class InProcessEngine(RunEngine):
     def __init__(self, options: dict[str, Any]) -> None:
-        """`options`: `overrides` of the config, with the model's path, and `config_file` where there is one."""
+        """Makes an engine. `options` has `overrides` of the config, with the model's path, and maybe `config_file`."""
         config = load_config(options["config_file"], options["overrides"])
         self._engine = Engine(config.model.path, config=config)
         self._backend = TimedBackend(self._engine.backend)
@@ -77,7 +77,7 @@ class InProcessEngine(RunEngine):
             streams.extend(self._add(recorder, index) for index in recorder.due())
             if not streams:
                 recorder.wait()
-            # A step brings tokens to all streams; the others keep them until it is their turn.
+            # A step generates tokens for all streams; the other streams buffer them.
             elif next(streams[0], None) is None:
                 streams.popleft()
         return self._backend.describe_cache()

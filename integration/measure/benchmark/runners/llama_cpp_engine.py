@@ -1,4 +1,4 @@
-"""llama.cpp by its Python binding: one request after the other, as that binding serves them."""
+"""Runs llama.cpp with its Python binding, which serves one request after the other."""
 
 from __future__ import annotations
 

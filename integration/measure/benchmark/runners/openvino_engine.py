@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching on a CPU, prefix caching on. A GGUF file keeps its 4-bit weights."""
+"""Runs OpenVINO GenAI's continuous batching on a CPU, with prefix caching. A GGUF file keeps its 4-bit weights."""
 
 from __future__ import annotations
 

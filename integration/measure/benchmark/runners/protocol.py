@@ -1,10 +1,10 @@
-"""What a runner and the benchmark say to each other: JSON, one object a line. Nothing but Python's own library.
+"""The protocol between a runner and the benchmark: JSON, one object a line. Uses only Python's standard library.
 
     runner → {"info": {"engine": "vllm", "version": "0.32.0", …}}          once, when the engine is ready
     bench  → {"requests": [{"prompt_ids": [1, 2], "max_new_tokens": 8, "arrival_s": 0.0}, …]}
     runner → {"seconds": 1.2, "requests": [{"num_tokens": 8, "ttft_s": 0.1, …}, …], "cache": {…}}
 
-An engine that fails ends its process with a traceback on standard error. The end of standard input ends a runner.
+If an engine fails, its process ends with a traceback on standard error. A runner ends at the end of standard input.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from typing import Any, TextIO
 class RunRequest:
     prompt_ids: list[int]
     max_new_tokens: int
-    """Exactly so many are made: an end-of-sequence token ends nothing. The best token is taken each time."""
+    """Exact number of tokens to generate, greedily: end-of-sequence tokens are ignored."""
     arrival_s: float = 0.0
-    """Seconds after the start at which the engine may know of it."""
+    """Seconds after the start at which the engine gets the request."""
 
 
 @dataclass
 class RequestTimes:
-    """What one request saw, in seconds since its arrival."""
+    """Times of one request, in seconds since its arrival."""
 
     num_tokens: int = 0
     ttft_s: float = 0.0
     end_s: float = 0.0
-    """When its last token came."""
+    """Time of its last token."""
     longest_gap_s: float = 0.0
-    """Between two tokens that follow each other."""
+    """Longest time between two consecutive tokens."""
     num_cached_tokens: int | None = None
-    """Prompt tokens whose KV was found instead of computed; None where the engine does not tell."""
+    """Prompt tokens whose KV was found instead of computed; None if the engine does not report it."""
 
 
 class Recorder:
-    """One repetition: hands requests out when they arrive, and takes down when their tokens come.
+    """Records one repetition: gives requests to the engine when they arrive, and records the times of their tokens.
 
-    The clock runs from the making of the recorder.
+    The clock starts when the recorder is made.
     """
 
     def __init__(self, requests: Iterable[RunRequest]) -> None:
@@ -65,7 +65,7 @@ class Recorder:
         return time.perf_counter() - self._start_s
 
     def restart_clock(self) -> None:
-        """For an engine that had something to prepare which is no work of its own, before it took any request."""
+        """Restarts the clock, for an engine that first had to prepare something that is not part of the work."""
         self._start_s = time.perf_counter()
 
     def due(self) -> list[int]:
@@ -82,10 +82,10 @@ class Recorder:
         time.sleep(max(0.0, self.requests[self._num_arrived].arrival_s - self.now_s))
 
     def count(self, index: int, num_tokens: int = 1, num_cached_tokens: int | None = None) -> None:
-        """Takes down new tokens of a request.
+        """Records new tokens of a request.
 
         Raises:
-            RuntimeError: it has more of them now than were asked for.
+            RuntimeError: the request has more tokens than it asked for.
         """
         if not num_tokens:
             return
@@ -103,21 +103,21 @@ class Recorder:
 
 
 class RunEngine(ABC):
-    """One engine, loaded."""
+    """A loaded engine."""
 
     info: dict[str, Any]
-    """`engine`, `version`, and what else makes its figures: dtypes, threads."""
+    """`engine`, `version`, and other facts that affect its figures: dtypes, threads."""
 
     @abstractmethod
     def run(self, recorder: Recorder) -> dict[str, Any]:
         """Serves all requests of a repetition, greedily and as fast as it can.
 
         Returns:
-            What it can tell of its cache: peak_kv_bytes, waste (0..1), peak_running. Empty where it can't.
+            Figures of its cache: peak_kv_bytes, waste (0..1), peak_running. Empty if it has none.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing that does not end with their process
-        """Ends what it started."""
+        """Ends processes that the engine started."""
 
 
 def read_requests(message: dict[str, Any]) -> list[RunRequest]:
@@ -125,7 +125,7 @@ def read_requests(message: dict[str, Any]) -> list[RunRequest]:
 
 
 def run_once(engine: RunEngine, requests: Iterable[RunRequest]) -> dict[str, Any]:
-    """One repetition as the answer that the benchmark gets."""
+    """Runs one repetition. Returns the answer to the benchmark."""
     recorder = Recorder(requests)
     cache = engine.run(recorder)
     seconds = recorder.now_s
@@ -145,7 +145,7 @@ def serve(load: Callable[[], RunEngine]) -> None:
 
 
 def _take_over_stdout() -> TextIO:
-    """The real standard output; whatever libraries print goes to standard error from now on."""
+    """Returns the real standard output. Output of libraries goes to standard error from now on."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers

@@ -1,4 +1,4 @@
-"""pagedkv's server in a process of its own, driven over a Unix socket in a router's order of calls."""
+"""Runs pagedkv's server in a separate process, and calls it over a Unix socket in a router's order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_MESSAGE_BYTES = 64 * 2**20
 
 class GrpcEngine(RunEngine):
     def __init__(self, options: dict[str, Any]) -> None:
-        """`options` as of `InProcessEngine`."""
+        """Starts the server. `options` are those of `InProcessEngine`."""
         overrides = options["overrides"]
         settings = resolve_model_settings(load_config(options["config_file"], overrides))
         self._tokenizer = load_plugin(MODELS, settings.adapter).load_tokenizer(settings)
@@ -74,7 +74,7 @@ class GrpcEngine(RunEngine):
     def _prefill(
         self, recorder: Recorder, requests: list[pb.Request], running: list[pb.CachedBatch]
     ) -> list[pb.CachedBatch]:
-        """A step over new requests, with the running batch where the server can; else it is joined at the next."""
+        """Runs a step over new requests, with the running batch if the server can do so; else joins it at the next."""
         prefill = pb.PrefillRequest(batch=pb.Batch(id=next(self._batch_ids), requests=requests, size=len(requests)))
         if running and self._can_join_prefill:
             prefill.cached_batch.CopyFrom(running[0])

@@ -1,6 +1,6 @@
-"""transformers' own `generate` on static batches, padded on the left: what a server without any scheduling does.
+"""Runs transformers' own `generate` on static batches, padded on the left, like a server without scheduling.
 
-All requests that have arrived form a batch, which runs until its longest answer is done; later ones wait for its end.
+All requests that have arrived form a batch, which runs until its longest answer is done. Later requests wait for that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TransformersEngine(RunEngine):
         self._torch = torch
         dtype = options["dtype"]
         self._model = transformers.AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype).eval()
-        # Nothing ends a row before its time, and nothing samples.
+        # No row ends early, and nothing is sampled.
         self._model.generation_config = transformers.GenerationConfig(do_sample=False)
         self.info = {
             "engine": "transformers",

@@ -1,8 +1,8 @@
-"""vLLM on a CPU by `vllm.LLM`, prefix caching on: as it sets itself up, or in one process on all cores.
+"""Runs vLLM on a CPU with `vllm.LLM` and prefix caching: with its default set-up, or in one process on all cores.
 
-By default it takes several processes, and computes on all cores but one, which the others use. On two cores, one
-process that computes on both was faster (3.1 s against 5.5 s for the workload `short`); several that do were slower
-(9.4 s). Both set-ups are peers, so that nobody has to take our word for which one is meant.
+By default it uses several processes, and computes on all cores but one, which the other processes use. On two cores,
+one process that computes on both was faster (3.1 s against 5.5 s for the workload `short`); several processes that do
+so were slower (9.4 s). Both set-ups are peers, so that both can be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VllmEngine(RunEngine):
             dtype=options["dtype"],
             max_model_len=options["max_total_tokens"],
             enable_prefix_caching=True,
-            # Without a size it wants most of the machine's memory, where other engines are.
+            # Without a size it allocates most of the machine's memory, which other engines need.
             kv_cache_memory_bytes=options["kv_bytes"],
         )
         self._engine = self._llm.llm_engine
