@@ -46,7 +46,7 @@ class SmgWorker:
     """Serves one backend through its serving loop. Every method runs on one event loop.
 
     Args:
-        loop: of a backend that is warmed up: a gateway sends work to whoever answers.
+        loop: of a warmed-up backend, because a gateway sends requests to every worker that answers.
         info: of the backend.
         capacity: of the backend.
         tokenizer: of the model, for stop strings.
@@ -85,7 +85,7 @@ class SmgWorker:
         self._has_ended = asyncio.Event()
 
     def end_streams(self) -> None:
-        """Ends the streams that never end by themselves: whoever waits for calls to finish would wait for them."""
+        """Ends the streams that never end by themselves. A server that waits for its calls would wait forever."""
         self._has_ended.set()
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:

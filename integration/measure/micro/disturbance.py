@@ -1,4 +1,4 @@
-"""Whether other programs took part of the machine while something was timed."""
+"""Detects whether other programs used the machine during a measurement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 
 def run_undisturbed(call: Callable[[int], Result]) -> tuple[Result, float]:
-    """Calls again where other programs took more than MAX_SHARE of the cores, at most _MAX_TRIES times.
+    """Repeats a call if other programs used more than MAX_SHARE of the cores, at most _MAX_TRIES times.
 
     Args:
-        call: is given the number of the try, from 0.
+        call: gets the number of the try, from 0.
 
     Returns:
-        The least disturbed result, and the share of the cores that others took during it.
+        The least disturbed result, and the share of the cores that other programs used during it.
     """
     results: list[tuple[Result, float]] = []
     while not results or (results[-1][1] > MAX_SHARE and len(results) < _MAX_TRIES):
@@ -34,7 +34,7 @@ def run_undisturbed(call: Callable[[int], Result]) -> tuple[Result, float]:
 
 
 def _busy_s() -> float:
-    """Of all cores since the machine started."""
+    """Busy seconds of all cores since the machine started."""
     times = psutil.cpu_times()
     # On Linux the time of guests is part of user and nice already.
     parts = ("user", "nice", "system", "irq", "softirq", "steal")

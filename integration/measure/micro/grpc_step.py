@@ -55,11 +55,11 @@ TEXT = (
     "The quick brown fox jumps over the lazy dog, and Zoë's café in Kraków serves naïve jalapeño — "
     "für 3,50 €. 東京の天気は晴れ。 «Привет», сказал он 🙂.\n"
 )
-"""What the backend says: words, digits, and characters of several tokens."""
+"""The text that the backend repeats: words, digits, and characters of several tokens."""
 
 
 class EchoBackend:
-    """Says the same text for ever, one token a step, at once."""
+    """A backend that repeats the same text, one token a step, and takes no time."""
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
 
@@ -109,7 +109,7 @@ class EchoBackend:
         raise NotImplementedError("nothing is cached")
 
     def check_integrity(self) -> None:
-        """There is no bookkeeping."""
+        """Does nothing: there is no bookkeeping."""
 
     def close(self) -> None:
         self._num_generated_tokens.clear()
