@@ -186,6 +186,20 @@ class ServerSection(_Section):
         "reason",
         description='What a client is answered whose request is refused beside others: the reason, or "empty".',
     )
+    protocols: tuple[Literal["tgi", "smg"], ...] = Field(
+        ("tgi",),
+        min_length=1,
+        description='What clients speak: "tgi" (generate.v3, for the router of text-generation-inference), "smg" '
+        "(for the SMG gateway), or both on the same addresses.",
+    )
+    served_model_name: str = Field(
+        "", description="Name of the model in the SMG gateway's API; empty is the name of its directory."
+    )
+    max_live_requests: PositiveInt = Field(
+        1024,
+        description="Requests of the SMG gateway that may run and wait together; more are told to come later, or to go "
+        "elsewhere.",
+    )
     max_message_bytes: ByteSize = Field(ByteSize(64 * 2**20), description="Largest gRPC message.")
     drain_timeout_s: float = Field(60.0, ge=0, description="How long SIGTERM waits for running requests.")
     stuck_step_timeout_s: float = Field(120.0, gt=0, description="Health fails when one step takes longer than this.")
@@ -199,6 +213,20 @@ class ServerSection(_Section):
     chunked_prefill: bool = Field(
         True, description="Tell the router that new and running requests may share a step (paged backend)."
     )
+
+    @field_validator("protocols", mode="before")
+    @classmethod
+    def _split_protocols(cls, value: object) -> object:
+        """Splits a string, as environment variables and flags have it: "tgi,smg"."""
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _has_tcp_for_gateways(self) -> ServerSection:
+        if len(set(self.protocols)) < len(self.protocols):
+            raise ValueError("protocols names one twice")
+        if "smg" in self.protocols and not self.listen and self.uds_path:
+            raise ValueError('protocols has "smg", and its gateway connects over TCP alone: set listen to HOST:PORT')
+        return self
 
     @field_validator("cache_salt_metadata_key")
     @classmethod

@@ -1,4 +1,4 @@
-"""Events of a prefix cache, which blocks become findable and which no longer are, for routers that route by prefix.
+"""What becomes findable in a prefix cache, and what no longer is: for whoever routes requests to where their prefix is.
 
 Both are abilities of a cache manager, and of a backend that has one; a plugin without them is served all the same.
 """

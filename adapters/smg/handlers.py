@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -40,34 +40,44 @@ STATUS_CODES: StatusCodes = {
 or INVALID_ARGUMENT."""
 
 Unary = Callable[[Any, Context], Awaitable[Message]]
-Streaming = Callable[[Any, Context], AsyncIterator[bytes]]
+Streaming = Callable[[Any, Context], AsyncGenerator[bytes, None]]
 
 
-def worker_handler(worker: SmgWorker) -> grpc.GenericRpcHandler:
-    """Handlers of all methods that a text model has; gRPC answers the others with UNIMPLEMENTED."""
-    unary: dict[str, tuple[Unary, type[Message]]] = {
-        "Abort": (worker.abort, pb.AbortRequest),
-        "HealthCheck": (worker.health_check, pb.HealthCheckRequest),
-        "GetModelInfo": (worker.get_model_info, pb.GetModelInfoRequest),
-        "GetServerInfo": (worker.get_server_info, pb.GetServerInfoRequest),
-        "GetLoads": (worker.get_loads, pb.GetLoadsRequest),
-        "FlushCache": (worker.flush_cache, pb.FlushCacheRequest),
+def worker_handler(get_worker: Callable[[], SmgWorker]) -> grpc.GenericRpcHandler:
+    """Handlers of all methods that a text model has; gRPC answers the others with UNIMPLEMENTED.
+
+    Args:
+        get_worker: the worker; called at each call, raises UnavailableError while there is none.
+    """
+    unary: dict[str, tuple[str, type[Message]]] = {
+        "Abort": ("abort", pb.AbortRequest),
+        "HealthCheck": ("health_check", pb.HealthCheckRequest),
+        "GetModelInfo": ("get_model_info", pb.GetModelInfoRequest),
+        "GetServerInfo": ("get_server_info", pb.GetServerInfoRequest),
+        "GetLoads": ("get_loads", pb.GetLoadsRequest),
+        "FlushCache": ("flush_cache", pb.FlushCacheRequest),
     }
-    streaming: dict[str, tuple[Streaming, type[Message]]] = {
-        "Generate": (worker.generate, pb.GenerateRequest),
-        "GetTokenizer": (worker.get_tokenizer, pb.GetTokenizerRequest),
-        "SubscribeKvEvents": (worker.subscribe_kv_events, pb.SubscribeKvEventsRequest),
+    streaming: dict[str, tuple[str, type[Message]]] = {
+        "Generate": ("generate", pb.GenerateRequest),
+        "GetTokenizer": ("get_tokenizer", pb.GetTokenizerRequest),
+        "SubscribeKvEvents": ("subscribe_kv_events", pb.SubscribeKvEventsRequest),
     }
     methods = {
-        **{name: grpc.unary_unary_rpc_method_handler(_unary(*entry)) for name, entry in unary.items()},
-        **{name: grpc.unary_stream_rpc_method_handler(_streaming(*entry)) for name, entry in streaming.items()},
+        **{name: grpc.unary_unary_rpc_method_handler(_unary(get_worker, *entry)) for name, entry in unary.items()},
+        **{
+            name: grpc.unary_stream_rpc_method_handler(_streaming(get_worker, *entry))
+            for name, entry in streaming.items()
+        },
     }
     return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
 
-def _unary(method: Unary, kind: type[Message]) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _unary(
+    get_worker: Callable[[], SmgWorker], name: str, kind: type[Message]
+) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
         try:
+            method: Unary = getattr(get_worker(), name)
             return (await method(parse_message(kind, data), context)).SerializeToString()
         except Exception as error:
             code, details = describe_error(error, STATUS_CODES)
@@ -76,10 +86,13 @@ def _unary(method: Unary, kind: type[Message]) -> Callable[[bytes, Context], Awa
     return handle
 
 
-def _streaming(method: Streaming, kind: type[Message]) -> Callable[[bytes, Context], Awaitable[None]]:
+def _streaming(
+    get_worker: Callable[[], SmgWorker], name: str, kind: type[Message]
+) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handle(data: bytes, context: Context) -> None:
         messages = None
         try:
+            method: Streaming = getattr(get_worker(), name)
             messages = method(parse_message(kind, data), context)
             async for message in messages:
                 await context.write(message)
@@ -88,7 +101,7 @@ def _streaming(method: Streaming, kind: type[Message]) -> Callable[[bytes, Conte
             code, details = describe_error(error, STATUS_CODES)
         finally:
             if messages is not None:
-                await messages.aclose()  # type: ignore[attr-defined]
+                await messages.aclose()
         await context.abort(code, details)
 
     return handle

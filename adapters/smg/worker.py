@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from pagedkv.adapters.rpc.calls import Context, read_trace_context
 from pagedkv.adapters.smg import engine_pb2 as pb
@@ -24,6 +25,9 @@ from pagedkv.plugin.serving.async_inbox import AsyncGeneration, AsyncInbox
 from pagedkv.plugin.serving.loop import ServingLoop
 
 logger = logging.getLogger(__name__)
+
+Messages: TypeAlias = "AsyncGenerator[bytes, None]"
+"""Serialized."""
 
 _BUSY_RECORD_INTERVAL_S = 1.0
 _IDLE_RECORD_INTERVAL_S = 5.0
@@ -46,7 +50,7 @@ class SmgWorker:
     """Serves one backend through its serving loop. Every method runs on one event loop.
 
     Args:
-        loop: of a warmed-up backend, because a gateway sends requests to every worker that answers.
+        loop: of a backend that is warmed up: a gateway sends work to whoever answers.
         info: of the backend.
         capacity: of the backend.
         tokenizer: of the model, for stop strings.
@@ -71,7 +75,8 @@ class SmgWorker:
         self._loop = loop
         self._inbox = AsyncInbox(loop)
         self._info = info
-        self._capacity = capacity
+        self.capacity = capacity
+        """Of the last warm-up."""
         self._tokenizer = tokenizer
         self._facts = facts
         self._find_fault = find_fault
@@ -85,13 +90,13 @@ class SmgWorker:
         self._has_ended = asyncio.Event()
 
     def end_streams(self) -> None:
-        """Ends the streams that never end by themselves. A server that waits for its calls would wait forever."""
+        """Ends the streams that never end by themselves: whoever waits for calls to finish would wait for them."""
         self._has_ended.set()
 
-    async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> Messages:
         """Serialized `GenerateResponse`s. Nothing is sent before the backend has accepted the prompt."""
         generation_request = to_generation(
-            request, self._capacity, self._info.model.eos_token_ids, read_trace_context(context)
+            request, self.capacity, self._info.model.eos_token_ids, read_trace_context(context)
         )
         request_id = request.request_id
         if request_id in self._generations:
@@ -106,7 +111,7 @@ class SmgWorker:
             self._aborted.discard(request_id)
             generation.close()
 
-    async def _write(self, generation: AsyncGeneration, is_stream: bool, request_id: str) -> AsyncIterator[bytes]:
+    async def _write(self, generation: AsyncGeneration, is_stream: bool, request_id: str) -> Messages:
         params, prompt_ids = generation.samples[0].generation.params, generation.samples[0].generation.prompt_ids
         writers = [SampleWriter(sample.index, params, prompt_ids, self._tokenizer) for sample in generation.samples]
         while tokens := await generation.read():
@@ -148,8 +153,8 @@ class SmgWorker:
             model_path=str(self._facts.model_directory),
             tokenizer_path=str(self._facts.model_directory),
             is_generation=True,
-            max_context_length=self._capacity.max_total_tokens,
-            max_req_input_len=self._capacity.max_input_tokens,
+            max_context_length=self.capacity.max_total_tokens,
+            max_req_input_len=self.capacity.max_input_tokens,
             vocab_size=model.vocab_size,
             served_model_name=self._facts.served_model_name,
             model_type=self._facts.model_type,
@@ -176,7 +181,7 @@ class SmgWorker:
             raise RequestError(f"there is no data parallel rank {request.dp_rank}; this worker is the only one")
         return self._loads.response()
 
-    async def get_tokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> AsyncIterator[bytes]:
+    async def get_tokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> Messages:
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(build_archive, self._facts.model_directory))
         for chunk in split_archive(await asyncio.shield(self._archive)):
@@ -195,7 +200,7 @@ class SmgWorker:
         num_blocks = await asyncio.wrap_future(self._loop.run_on_thread(self._cache.flush_prefix_cache))
         return pb.FlushCacheResponse(success=True, message=f"{num_blocks} blocks were dropped")
 
-    async def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest, context: Context) -> AsyncIterator[bytes]:
+    async def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest, context: Context) -> Messages:
         """Serialized `KvEventBatch`es: what is findable now, or what came since a number; then what comes.
 
         Raises:

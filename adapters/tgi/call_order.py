@@ -28,6 +28,7 @@ from pagedkv.adapters.tgi.call_channel import CallChannel
 from pagedkv.adapters.tgi.status import describe_error, read_error
 from pagedkv.adapters.tgi.step_loop import StepLoop
 from pagedkv.plugin.errors import PagedKVError, UnavailableError
+from pagedkv.plugin.serving.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ _current_call: ContextVar[OrderedCall | None] = ContextVar("pagedkv_ordered_call
 class OrderedStepLoop(StepLoop):
     """A step loop whose jobs of a call run in the order of all shards; jobs outside of calls are this shard's alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, thread: StepThread | None = None) -> None:
+        super().__init__(thread)
         self.runner: JobRunner | None = None
         """Set by the order of calls that uses this loop."""
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from pagedkv.adapters.rpc.tls import ClientTls, read_client_credentials
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.answers import CACHED_TOKENS_METADATA, REFUSED_METADATA
 from pagedkv.adapters.tgi.convert import FINISH_REASONS, FinalText
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.status import read_error, read_refusal
-from pagedkv.adapters.tgi.tls import ClientTls, read_client_credentials
 from pagedkv.plugin.requests import SamplingParams
 
 if TYPE_CHECKING:

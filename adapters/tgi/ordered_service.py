@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pagedkv.adapters.rpc.calls import Context
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.call_channel import CallChannel
 from pagedkv.adapters.tgi.call_order import (
@@ -23,7 +24,6 @@ from pagedkv.adapters.tgi.call_order import (
     OrderedStepLoop,
     RunMethod,
 )
-from pagedkv.adapters.tgi.rpc import Context
 from pagedkv.adapters.tgi.service import GenerationService
 from pagedkv.plugin.distributed import ShardGroup
 from pagedkv.plugin.interface import Capacity, WarmupLimits

@@ -7,25 +7,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from pagedkv.adapters.rpc.calls import Context, parse_message
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.status import describe_error
-from pagedkv.plugin.errors import RequestError
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGenerationService"]
 
-Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
-
-
-TRACE_HEADERS = ("traceparent", "tracestate")
-"""Headers of W3C Trace Context, which routers send with a call."""
-
-
-def read_trace_context(context: Context) -> dict[str, str]:
-    """Returns the trace context that a client sent with a call; empty if it sent none."""
-    return {key: str(value) for key, value in context.invocation_metadata() or () if key in TRACE_HEADERS}
 
 
 def service_handler(service: object) -> grpc.GenericRpcHandler:
@@ -49,18 +39,9 @@ def _snake_case(name: str) -> str:
 def _handle(method: Method, request_type: type[Message]) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
         try:
-            return (await method(_parse(request_type, data), context)).SerializeToString()
+            return (await method(parse_message(request_type, data), context)).SerializeToString()
         except Exception as error:
             code, details = describe_error(error)
         return await context.abort(code, details)
 
     return handle
-
-
-def _parse(request_type: type[Message], data: bytes) -> Message:
-    try:
-        return request_type.FromString(data)
-    except DecodeError:
-        raise RequestError(
-            f"the bytes are no {request_type.DESCRIPTOR.full_name}: cut short, another type, or text that is no UTF-8"
-        ) from None

@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
+from pagedkv.adapters.rpc.server import Door, GrpcServer
+from pagedkv.adapters.rpc.sockets import shard_path
 from pagedkv.adapters.tgi.call_order import OrderedStepLoop
 from pagedkv.adapters.tgi.ordered_service import OrderedService
 from pagedkv.adapters.tgi.rpc import SERVICE, service_handler
 from pagedkv.adapters.tgi.service import GenerationService
-from pagedkv.adapters.tgi.sockets import claim_socket_path, owner_only_files, parse_listen_address, shard_path
-from pagedkv.adapters.tgi.tls import read_server_credentials
+from pagedkv.adapters.tgi.step_loop import StepLoop
 from pagedkv.plugin.config import ServerSection
 from pagedkv.plugin.distributed import ShardGroup
-from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.observer import Observers
+from pagedkv.plugin.serving.step_thread import StepThread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-logger = logging.getLogger(__name__)
-
 _WATCH_INTERVAL_S = 0.25
 _DRAIN_POLL_S = 0.02
-_LAST_ANSWERS_S = 1.0
+
+
+class SecondDoor(Door, Protocol):
+    """A door of another protocol to the same backend, beside ours."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+    async def open(self, capacity: Capacity) -> None:
+        """Called after each warm-up."""
+
+    def begin_drain(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class GenerationServer:
@@ -54,6 +62,8 @@ class GenerationServer:
         observers: as in `GenerationService`.
         group: of the shards, where there are several: its connections give calls one order on all of them.
         on_drain: called when another shard was asked to drain, which means all; call `drain` then.
+        thread: of the backend, on which all its calls run; None makes one.
+        second_door: served on the same addresses.
 
     Raises:
         ConfigError: no address is set.
@@ -70,14 +80,12 @@ class GenerationServer:
         observers: Observers | None = None,
         group: ShardGroup | None = None,
         on_drain: Callable[[], None] = lambda: None,
+        thread: StepThread | None = None,
+        second_door: SecondDoor | None = None,
     ) -> None:
-        if not config.uds_path and not config.listen:
-            raise ConfigError("the server has no address: set server.uds_path or server.listen")
-        self._config = config
-        self._socket_path = shard_path(config.uds_path, rank) if config.uds_path else ""
-        self.tcp_address = ""
-        """HOST:PORT once the server listens on TCP; with the real port if the config says port 0."""
-        step_loop = OrderedStepLoop() if group else None
+        self._server = GrpcServer(config, rank)
+        self._second_door = second_door
+        step_loop = OrderedStepLoop(thread) if group else None
         self.service = GenerationService(
             backend,
             tokenizer,
@@ -92,18 +100,33 @@ class GenerationServer:
             abandoned_batch_timeout_s=config.abandoned_batch_timeout_s,
             has_prompts_in_log=config.log_prompts,
             observers=observers,
-            step_loop=step_loop,
+            step_loop=step_loop or StepLoop(thread),
+            on_warm=second_door.open if second_door else None,
         )
         self._ordered = OrderedService(self.service, step_loop, group, on_drain) if group and step_loop else None
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._server: grpc.aio.Server | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @property
     def targets(self) -> list[str]:
         """Addresses that a gRPC client can connect to."""
-        addresses = [f"unix:{os.path.abspath(self._socket_path)}"] if self._socket_path else []
-        return addresses + ([self.tcp_address] if self.tcp_address else [])
+        return self._server.targets
+
+    @property
+    def tcp_address(self) -> str:
+        """HOST:PORT once the server listens on TCP; else empty."""
+        return self._server.tcp_address
+
+    @property
+    def service_name(self) -> str:
+        return SERVICE.full_name
+
+    @property
+    def handler(self) -> grpc.GenericRpcHandler:
+        return service_handler(self._ordered or self.service)
+
+    def find_health_fault(self) -> str | None:
+        """Calls `GenerationService.find_health_fault`."""
+        return self.service.find_health_fault()
 
     async def start(self) -> None:
         """Binds the sockets and starts to answer calls. New requests are refused until the warm-up.
@@ -111,24 +134,12 @@ class GenerationServer:
         Raises:
             ConfigError: an address can't be bound; the message says why.
         """
-        max_bytes = int(self._config.max_message_bytes)
-        server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_bytes),
-                ("grpc.max_send_message_length", max_bytes),
-                ("grpc.so_reuseport", 0),  # Two servers on one port would share its calls at random.
-            ]
-        )
-        server.add_generic_rpc_handlers((service_handler(self._ordered or self.service),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        await self._publish_health()
-        self._bind(server)
-        self._server = server
+        doors: Sequence[Door] = [self, *([self._second_door] if self._second_door else [])]
+        self._server.bind(doors)
+        self.service.urls = self.service.urls or [self._server.tcp_address]
         if self._ordered:
             await self._ordered.open()
-        await server.start()
+        await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
 
     async def warm_up(self, limits: WarmupLimits) -> Capacity:
@@ -143,21 +154,24 @@ class GenerationServer:
         """
         if self._ordered:
             await self._ordered.begin_drain()
-            await self._publish_health()
+            await self._server.publish_health()
             return await self._ordered.wait_until_drained(timeout_s)
         self.service.begin_drain()
-        await self._publish_health()
+        if self._second_door:
+            self._second_door.begin_drain()
+        await self._server.publish_health()
         deadline_s = time.monotonic() + timeout_s
-        while self.service.num_requests and time.monotonic() < deadline_s:
+        while self._num_requests and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
-        return self.service.num_requests == 0
+        return self._num_requests == 0
 
     async def stop(self) -> None:
         """Ends running requests and closes the sockets. Sends finished responses. A second call does nothing."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._server is not None:
-            await self._server.stop(grace=_LAST_ANSWERS_S)
+        await self._server.stop()
+        if self._second_door:
+            await self._second_door.close()
         if self._ordered:
             self._ordered.close()
         await self.service.close()
@@ -171,40 +185,13 @@ class GenerationServer:
     ) -> None:
         await self.stop()
 
-    def _bind(self, server: grpc.aio.Server) -> None:
-        if self._socket_path:
-            claim_socket_path(self._socket_path)
-            with owner_only_files():
-                _add_port(server, f"unix:{self._socket_path}")
-            logger.info("listening on %s", self._socket_path)
-        if self._config.listen:
-            host, _ = parse_listen_address(self._config.listen)
-            port = _add_port(server, self._config.listen, read_server_credentials(self._config))
-            self.tcp_address = f"{host}:{port}"
-            self.service.urls = self.service.urls or [self.tcp_address]
-            logger.info("listening on %s%s", self.tcp_address, " with TLS" if self._config.tls_cert else "")
+    @property
+    def _num_requests(self) -> int:
+        return self.service.num_requests + (self._second_door.num_requests if self._second_door else 0)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             await (self._ordered or self.service).end_abandoned()
             await self.service.check_when_idle()
-            await self._publish_health()
-
-    async def _publish_health(self) -> None:
-        """Copies the result of Health into the standard health service, at regular intervals."""
-        is_serving = self.service.find_health_fault() is None
-        kinds = health_pb2.HealthCheckResponse
-        status = kinds.SERVING if is_serving else kinds.NOT_SERVING
-        for name in ("", SERVICE.full_name):
-            await self._health.set(name, status)
-
-
-def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
-    try:
-        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"can't listen on {address}: {error}") from error
-    if port == 0:
-        raise ConfigError(f"can't listen on {address}; is it in use, or another machine's?")
-    return port
+            await self._server.publish_health()

@@ -7,20 +7,20 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TypeVar
 
+from pagedkv.adapters.rpc.calls import Context, read_trace_context
+from pagedkv.adapters.rpc.request_log import RequestLog
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.answers import AnswerWriter
 from pagedkv.adapters.tgi.batch_runner import BatchRunner, StepResult
 from pagedkv.adapters.tgi.batches import LiveRequest
 from pagedkv.adapters.tgi.convert import EarlyEnd, EndMarks, to_cached_batch, to_info, to_limits, to_warmup_response
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
-from pagedkv.adapters.tgi.request_log import RequestLog
 from pagedkv.adapters.tgi.request_reader import SHARED_NAMESPACE, RequestReader, refuse
-from pagedkv.adapters.tgi.rpc import Context, read_trace_context
 from pagedkv.adapters.tgi.status import find_refusal
 from pagedkv.adapters.tgi.step_loop import StepLoop
 from pagedkv.plugin.errors import DrainingError, PagedKVError, RequestError, UnavailableError
@@ -56,6 +56,7 @@ class GenerationService:
         observers: called for requests and steps, in addition to the log.
         step_loop: runs the steps; closed by `close`. On one of several shards it gives them one order on all: then
             what a job decides must be a function of the jobs before it, never of a clock.
+        on_warm: called after each successful warm-up.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class GenerationService:
         has_prompts_in_log: bool = False,
         observers: Observers | None = None,
         step_loop: StepLoop | None = None,
+        on_warm: Callable[[Capacity], Awaitable[None]] | None = None,
     ) -> None:
         self.urls = list(urls)
         self._info = backend.info
@@ -88,6 +90,7 @@ class GenerationService:
         self._observers = replace(observers, requests=(RequestLog(), *observers.requests))
         self._runner = BatchRunner(backend, texts, rank, num_shards, self._observers)
         self._loop = step_loop or StepLoop()
+        self._on_warm = on_warm
         self._tokenizer_threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="pagedkv-tokenizer")
         self._stuck_step_timeout_s = stuck_step_timeout_s
         self._abandoned_batch_timeout_s = abandoned_batch_timeout_s
@@ -129,6 +132,8 @@ class GenerationService:
         """
         capacity = await self._loop.run(functools.partial(self._runner.warm_up, limits))
         _log_capacity(self._info, capacity)
+        if self._on_warm:
+            await self._on_warm(capacity)
         return capacity
 
     def begin_drain(self) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import uuid
-
 import grpc
 
+from pagedkv.adapters.rpc import calls
 from pagedkv.plugin.errors import (
     CapacityError,
     DrainingError,
@@ -19,8 +17,6 @@ from pagedkv.plugin.errors import (
     UnsupportedRequestError,
 )
 from pagedkv.plugin.observer import Refusal
-
-logger = logging.getLogger(__name__)
 
 STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -43,21 +39,10 @@ REFUSALS: dict[type[PagedKVError], Refusal] = {
 """The errors with which new requests are refused, and the refusal reason that each counts as. Any other error ends
 requests that were already accepted."""
 
-_MAX_DETAILS = 500  # Details go into a header, where a character may take 12 bytes; peers refuse more than 8 KiB.
-
 
 def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Returns the status code and details for an exception.
-
-    An error of STATUS_CODES is sent with its message. Any other is logged with its traceback under an id, and only the
-    id is sent: an operator can find the traceback, and the client learns nothing about the server's internals.
-    """
-    for base in type(error).__mro__:
-        if base in STATUS_CODES:
-            return STATUS_CODES[base], str(error)[:_MAX_DETAILS]
-    error_id = uuid.uuid4().hex[:12]
-    logger.error("unexpected error %s", error_id, exc_info=error)
-    return grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log says more under this id"
+    """Returns the status code and details for an exception; see `pagedkv.adapters.rpc.calls.describe_error`."""
+    return calls.describe_error(error, STATUS_CODES)
 
 
 def find_refusal(error: Exception) -> Refusal | None:

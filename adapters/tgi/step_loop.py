@@ -1,25 +1,27 @@
-"""Runs all calls of a backend on one thread, so that no step blocks the event loop."""
+"""Runs all calls of a backend on its step thread, so that no step blocks the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
-logger = logging.getLogger(__name__)
+from pagedkv.plugin.serving.step_thread import StepThread
 
 T = TypeVar("T")
 
 
 class StepLoop:
-    """Runs jobs on one thread, one after the other, in the order in which they were submitted."""
+    """Runs jobs on one thread, one after the other, in the order in which they were submitted.
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedkv-step")
-        self._job_started_s: float | None = None
+    Args:
+        thread: of the backend, which outlives the loop; None makes one that ends with it.
+    """
+
+    def __init__(self, thread: StepThread | None = None) -> None:
+        self._thread = thread or StepThread()
+        self._owns_thread = thread is None
 
     async def run(self, job: Callable[[], T]) -> T:
         """Runs a job; returns its result or raises its error.
@@ -31,30 +33,19 @@ class StepLoop:
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queues a job; the future has its result or error."""
-        return self._executor.submit(self._timed, job)
+        return self._thread.submit(job)
 
     def post(self, job: Callable[[], object]) -> None:
         """Queues a job without waiting for it. Its error is logged."""
-        self.submit(job).add_done_callback(
-            lambda future: None if (error := future.exception()) is None else _log_failure(error)
-        )
+        self._thread.post(job)
 
     def busy_s(self) -> float:
         """How long the current job has been running, in seconds; 0 between jobs. May be called from any thread."""
-        started_s = self._job_started_s
-        return 0.0 if started_s is None else time.monotonic() - started_s
+        return self._thread.busy_s()
 
     def close(self) -> None:
-        """Waits for all queued jobs. Afterwards `run` and `post` raise RuntimeError."""
-        self._executor.shutdown(wait=True)
-
-    def _timed(self, job: Callable[[], T]) -> T:
-        self._job_started_s = time.monotonic()
-        try:
-            return job()
-        finally:
-            self._job_started_s = None
-
-
-def _log_failure(error: BaseException) -> None:
-    logger.error("a job of the step loop failed", exc_info=error)
+        """Waits for all queued jobs. Where the thread is the loop's own, `run` and `post` raise RuntimeError then."""
+        if self._owns_thread:
+            self._thread.close()
+        else:
+            self._thread.run(lambda: None)

@@ -188,8 +188,8 @@ async def stream(
     Raises:
         PagedKVError: as `GenerationClient` does.
     """
+    from pagedkv.adapters.rpc.tls import ClientTls
     from pagedkv.adapters.tgi.client import GenerationClient
-    from pagedkv.adapters.tgi.tls import ClientTls
 
     tls = None if tls_files is None else ClientTls(*tls_files)
     started_s = time.perf_counter()

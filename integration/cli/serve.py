@@ -30,6 +30,10 @@ def serve(
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help=f"TCP address. Without any: {DEFAULT_ADDRESS}.")
     ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="What clients speak: tgi (the default), smg for the SMG gateway, or tgi,smg for both."),
+    ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="KV dtype; auto is the model's.")] = None,
     kv_scales: Annotated[
         str | None, typer.Option(help="File of scales for an 8-bit KV dtype, made by pagedkv calibrate.")
@@ -59,12 +63,13 @@ def serve(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve MODEL as generate.v3 over gRPC, until SIGTERM or Ctrl-C; both let running requests finish."""
+    """Serve MODEL over gRPC, until SIGTERM or Ctrl-C; both let running requests finish."""
     flags = {
         "model.path": model,
         "backend": backend,
         "server.uds_path": uds_path,
         "server.listen": listen,
+        "server.protocols": protocol,
         "cache.kv_dtype": kv_cache_dtype,
         "cache.kv_scales": kv_scales,
         "model.dtype": dtype,

@@ -13,19 +13,24 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedkv.adapters.rpc.sockets import claim_socket_path, parse_listen_address, shard_path
+from pagedkv.adapters.smg.door import SmgDoor
+from pagedkv.adapters.smg.server import SmgServer
 from pagedkv.adapters.tgi.server import GenerationServer
-from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address, shard_path
 from pagedkv.integration.serve.chat_template import warn_of_hidden_template
 from pagedkv.integration.serve.observers import ServerObservers, open_observers
 from pagedkv.integration.serve.shards import joined_shards
+from pagedkv.integration.serve.smg_facts import read_worker_facts
 from pagedkv.integration.serve.weights import find_model_directory
 from pagedkv.plugin.assemble import Assembly, assemble
 from pagedkv.plugin.config import ENVIRONMENT_PREFIX, Config
 from pagedkv.plugin.distributed import ShardGroup, ShardInfo
+from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.service_links import list_service_links
+from pagedkv.plugin.serving.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
 
@@ -114,14 +119,26 @@ def run_server(
     """
     _check_addresses(config, rank)
     shard = ShardInfo(rank, num_shards)
+    _refuse_sharded_gateway(config, num_shards)
     with open_observers(config, shard) as observers, joined_shards(config, shard) as group:
-        assembly = assemble(config)
+        # Loaded where it will run: math libraries keep a team of threads for each thread that enters them.
+        thread = StepThread()
+        assembly = thread.run(lambda: assemble(config))
         _log_config(assembly.config, config, observers.metrics_url)
         _warn_of_surroundings(config, rank)
         try:
-            return asyncio.run(_serve(assembly, config, announce, observers, group))
+            return asyncio.run(_serve(assembly, thread, config, announce, observers, group))
         finally:
-            assembly.backend.close()
+            thread.run(assembly.backend.close)
+            thread.close()
+
+
+def _refuse_sharded_gateway(config: Config, num_shards: int) -> None:
+    if num_shards > 1 and "smg" in config.server.protocols:
+        raise ConfigError(
+            'server.protocols has "smg", whose requests reach one process alone: serve without shards, as several '
+            "workers behind the gateway, or leave it out"
+        )
 
 
 def _check_addresses(config: Config, rank: int) -> None:
@@ -151,23 +168,15 @@ def _warn_of_surroundings(config: Config, rank: int) -> None:
 
 async def _serve(
     assembly: Assembly,
+    thread: StepThread,
     config: Config,
     announce: Callable[[ServerSummary], None] | None,
     observers: ServerObservers,
     group: ShardGroup | None,
 ) -> int:
-    backend, shard = assembly.backend, observers.shard
+    backend = assembly.backend
     stop_asked = asyncio.Event()
-    server = GenerationServer(
-        backend,
-        assembly.tokenizer,
-        config.server,
-        rank=shard.rank,
-        num_shards=shard.num_shards,
-        observers=observers.observe(backend),
-        group=group,
-        on_drain=stop_asked.set,
-    )
+    server = _make_server(assembly, thread, config, observers, group, stop_asked.set)
     if observers.metrics:
         observers.metrics.attach(server.service)
     _watch_signals(stop_asked.set)
@@ -187,7 +196,46 @@ async def _serve(
     return EXIT_DRAINED if has_drained else EXIT_CUT_OFF
 
 
-async def _stop(server: GenerationServer) -> None:
+def _make_server(
+    assembly: Assembly,
+    thread: StepThread,
+    config: Config,
+    observers: ServerObservers,
+    group: ShardGroup | None,
+    on_drain: Callable[[], None],
+) -> GenerationServer | SmgServer:
+    """The server of all protocols that the config names."""
+    backend, tokenizer, shard, settings = assembly.backend, assembly.tokenizer, observers.shard, config.server
+    told = observers.observe(backend)
+    smg = None
+    if "smg" in settings.protocols:
+        smg = SmgDoor(
+            backend,
+            thread,
+            tokenizer,
+            read_worker_facts(config, assembly.config),
+            observers=told,
+            is_shared="tgi" in settings.protocols,
+            max_live_requests=settings.max_live_requests,
+            stuck_step_timeout_s=settings.stuck_step_timeout_s,
+        )
+        if "tgi" not in settings.protocols:
+            return SmgServer(backend, thread, smg, settings)
+    return GenerationServer(
+        backend,
+        tokenizer,
+        settings,
+        rank=shard.rank,
+        num_shards=shard.num_shards,
+        observers=told,
+        group=group,
+        on_drain=on_drain,
+        thread=thread,
+        second_door=smg,
+    )
+
+
+async def _stop(server: GenerationServer | SmgServer) -> None:
     try:
         await asyncio.wait_for(server.stop(), _STOP_TIMEOUT_S)
     except asyncio.TimeoutError:

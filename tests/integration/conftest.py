@@ -47,10 +47,13 @@ def pagedkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def launch_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LaunchServer:
     """Starts a server of the demo model with a small cache; arguments go to `pagedkv serve`."""
 
-    def launch(*arguments: str, environ: dict[str, str] | None = None) -> AbstractContextManager[ChildServer]:
+    def launch(
+        *arguments: str, environ: dict[str, str] | None = None, uds_path: bool = True
+    ) -> AbstractContextManager[ChildServer]:
         folder = tmp_path_factory.mktemp("server")
         settings = [part for setting in SMALL_CACHE for part in ("--set", setting)]
-        command = [str(demo_model), "--uds-path", str(folder / "socket"), *settings, *arguments]
+        socket = ["--uds-path", str(folder / "socket")] if uds_path else []
+        command = [str(demo_model), *socket, *settings, *arguments]
         return child_server(command, folder / "log", environ=environ)
 
     return launch

@@ -106,7 +106,10 @@ def test_every_key_can_be_set_by_its_environment_variable() -> None:
     keys = list_config_keys()
     assert len({key.environment_variable for key in keys}) == len(keys)
     assert all(key.description for key in keys), "each key says what it is for"
-    environ = {key.environment_variable: str(key.default) for key in keys}
+    environ = {
+        key.environment_variable: ",".join(key.default) if isinstance(key.default, tuple) else str(key.default)
+        for key in keys
+    }
     assert load_config(environ=environ) == Config()
 
 

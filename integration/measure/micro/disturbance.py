@@ -1,4 +1,4 @@
-"""Detects whether other programs used the machine during a measurement."""
+"""Whether other programs took part of the machine while something was timed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 
 def run_undisturbed(call: Callable[[int], Result]) -> tuple[Result, float]:
-    """Repeats a call if other programs used more than MAX_SHARE of the cores, at most _MAX_TRIES times.
+    """Calls again where other programs took more than MAX_SHARE of the cores, at most _MAX_TRIES times.
 
     Args:
-        call: gets the number of the try, from 0.
+        call: is given the number of the try, from 0.
 
     Returns:
-        The least disturbed result, and the share of the cores that other programs used during it.
+        The least disturbed result, and the share of the cores that others took during it.
     """
     results: list[tuple[Result, float]] = []
     while not results or (results[-1][1] > MAX_SHARE and len(results) < _MAX_TRIES):
@@ -34,7 +34,7 @@ def run_undisturbed(call: Callable[[int], Result]) -> tuple[Result, float]:
 
 
 def _busy_s() -> float:
-    """Busy seconds of all cores since the machine started."""
+    """Of all cores since the machine started."""
     times = psutil.cpu_times()
     # On Linux the time of guests is part of user and nice already.
     parts = ("user", "nice", "system", "irq", "softirq", "steal")

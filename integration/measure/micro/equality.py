@@ -1,10 +1,10 @@
-"""Checks that all ways to run a prompt give the same tokens: paged, contiguous and transformers' own generate.
+"""Whether every way to run a prompt gives the same tokens: paged, contiguous and transformers' own generate.
 
     python integration/measure/micro/equality.py [--model DIR] [--num-prompts 40] [--max-prompt-tokens 600]
                                          [--max-new-tokens 64] [--json]
 
-Greedy, float32, all prompts at once. The paged cache runs with blocks for all prompts, with a tenth of that, in chunks
-of 64 tokens, and through gRPC in a router's order of calls. The exit code is 1 if any token differs.
+Greedy, float32, all prompts at once. The paged cache runs with room for all, with a tenth of the need, in chunks of 64
+tokens, and behind gRPC in a router's order of calls. Exit code 1 where any token differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that hold all sequences at the same time."""
+        """Blocks that hold all sequences at the same time."""
         return sum(-(-(len(ids) + self.max_new_tokens) // BLOCK_SIZE) for ids in self.prompt_ids)
 
 

@@ -1,4 +1,4 @@
-"""Checks the triton kernels on this machine's GPU, then measures their speed.
+"""The triton kernels on this machine's GPU: right first, then how fast.
 
     python integration/measure/micro/gpu.py [--json gpu.json]
 
@@ -73,7 +73,7 @@ from pagedkv.plugin.model_spec import AttentionSpec  # noqa: E402
 
 BLOCK_SIZE = 16
 LAYER = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128)
-"""The layer that is measured: that of an 8B Llama."""
+"""What is measured: a layer of an 8B Llama."""
 BATCH_SIZES = (1, 4, 16, 64, 128)
 CONTEXT_LENS = (1024, 4096, 16384, 65536)
 PROMPTS = ((1, 1024), (1, 4096), (1, 16384), (8, 2048))
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kv_dtypes() -> list[KVDtype]:
-    """Returns registered KV dtypes, and the 8-bit ones with a scale per token and head that kernels also support."""
+    """The registered ones, and the 8-bit ones with a scale per token and head that the kernels also serve."""
     known = [find_kv_dtype(name) for name in known_kv_dtypes()]
     eight_bits = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
     return known + [

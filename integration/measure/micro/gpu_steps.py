@@ -1,7 +1,7 @@
-"""Times decode steps of a small model with and without CUDA graphs.
+"""Decode steps of a small model, launch by launch and by CUDA graph: what graphs save of a step.
 
-The model has the demo model's shape (SmolLM2-135M) and random weights, which do not affect times, so that no download
-is needed. A step is timed on the host: it copies the batch to the device, runs the model, and waits for the device.
+The model has the demo model's shape (SmolLM2-135M) and random weights, on which no time depends: so nothing has to be
+downloaded. A step is timed from the host: its batch is copied to the device, the model runs, the device is waited for.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ BATCH_SIZES = (1, 8, 32)
 CONTEXT_LEN = 1024
 BLOCK_SIZE = 16
 _MAX_ERROR = 0.01
-"""Largest relative error of a graph's logits: products may be summed in another order."""
+"""Of the graph's logits against those without, relative: the products may be summed in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigure:
-    """Median times of one batch size."""
+    """Medians of one batch size."""
 
     batch_size: int
     context_len: int
@@ -60,7 +60,7 @@ class StepFigure:
 
 
 def make_weights(shape: DecoderShape, dtype: torch.dtype, device: torch.device, max_positions: int) -> DecoderWeights:
-    """Makes random weights that keep magnitudes constant from layer to layer."""
+    """Random ones that keep magnitudes from layer to layer."""
     spec, hidden = shape.attention, shape.hidden_size
     ones = torch.ones(hidden, device=device)
 
@@ -154,7 +154,7 @@ def measure_steps(
 
 
 def _median_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time by the host's clock, until the device is done."""
+    """By the host's clock, until the device is done."""
     times = []
     for _ in range(repeats + 3):
         started = time.perf_counter()

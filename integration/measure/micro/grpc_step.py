@@ -55,11 +55,11 @@ TEXT = (
     "The quick brown fox jumps over the lazy dog, and Zoë's café in Kraków serves naïve jalapeño — "
     "für 3,50 €. 東京の天気は晴れ。 «Привет», сказал он 🙂.\n"
 )
-"""The text that the backend repeats: words, digits, and characters of several tokens."""
+"""What the backend says: words, digits, and characters of several tokens."""
 
 
 class EchoBackend:
-    """A backend that repeats the same text, one token a step, and takes no time."""
+    """Says the same text for ever, one token a step, at once."""
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
 
@@ -109,7 +109,7 @@ class EchoBackend:
         raise NotImplementedError("nothing is cached")
 
     def check_integrity(self) -> None:
-        """Does nothing: there is no bookkeeping."""
+        """There is no bookkeeping."""
 
     def close(self) -> None:
         self._num_generated_tokens.clear()

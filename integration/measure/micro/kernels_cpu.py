@@ -37,7 +37,7 @@ OPTIONS = AttentionOptions(scale=SPEC.head_dim**-0.5)
 DTYPE = torch.bfloat16
 
 READ_BYTES = 256 * 2**20
-"""Size of the read that measures bandwidth; much larger than the last-level cache."""
+"""Far more than the last-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Sizes:
 
 
 def measure(kernels: AttentionKernels, sizes: Sizes) -> dict[str, float]:
-    """Measures the figures: medians in ms, `_gbps` in 10^9 bytes a second, ratios (above 1: ours is faster)."""
+    """All figures: medians in milliseconds, `_gbps` in 10^9 bytes a second, ratios where above 1 is in our favour."""
     figures = {"read_gbps": _measure_read(sizes.num_reads)}
     figures |= _measure_decode(kernels, sizes.num_decodes)
     figures |= _measure_prefill(kernels, sizes.num_prefills)
@@ -68,7 +68,7 @@ def measure(kernels: AttentionKernels, sizes: Sizes) -> dict[str, float]:
 
 
 def _measure_read(num_runs: int) -> float:
-    """Measures the bandwidth of torch's fastest read on all threads, in 10^9 bytes a second."""
+    """Bandwidth of the fastest read that torch has on all threads, in 10^9 bytes a second."""
     data = torch.ones(READ_BYTES // 4)
     return READ_BYTES / _time_in_turn({"read": data.sum}, num_runs)["read"] / 1e6
 
@@ -109,13 +109,13 @@ def _measure_prefill(kernels: AttentionKernels, num_runs: int) -> dict[str, floa
 
 
 def _gather_and_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """A paged cache with torch alone: gathers k and v block by block, then runs torch's attention."""
+    """What a paged cache costs with torch alone: k and v gathered block by block, then torch's attention."""
     keys, values = (x.view(-1, BLOCK_SIZE, *x.shape[1:])[block_table].flatten(1, 2).transpose(1, 2) for x in (k, v))
     return scaled_dot_product_attention(q[:, :, None], keys, values, scale=OPTIONS.scale, enable_gqa=True)
 
 
 def _supported_kv_dtypes(kernels: AttentionKernels) -> list[KVDtype]:
-    # Variants with static scales have the same elements as the others.
+    # Variants with scales from outside the blocks have the elements of the others.
     kv_dtypes = [x for x in map(find_kv_dtype, known_kv_dtypes()) if not x.has_static_scales]
     return [x for x in kv_dtypes if not kernels.unsupported_reasons(SPEC, SPEC.cache_spec(BLOCK_SIZE, x), DTYPE)]
 
@@ -142,7 +142,7 @@ def _metadata(seq_lens: Sequence[int], num_queries: Sequence[int], block_table: 
 
 
 def _time_in_turn(runs: Mapping[str, Callable[[], object]], num_runs: int) -> dict[str, float]:
-    """Median milliseconds of each. They run in turn, so that disturbances affect all of them."""
+    """Median milliseconds of each, run by turns so that all meet the same disturbances."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for attempt in range(num_runs + 1):
         for name, run in runs.items():

@@ -5,13 +5,13 @@
 
 N sequences decode side by side in the paged backend. Timed are, on the same state:
 
-- the step itself, without observers;
+- the step itself, without anybody watching;
 - what the step's thread does for the metrics after it: the snapshot and the counters;
 - what one request adds at its first token and its end;
 - one scrape. It runs on a thread of its own, but Python runs one thread at a time, so that it is counted in full, once
   every SCRAPE_INTERVAL_S.
 
-All figures are medians. The bound is 1 % of a step.
+All figures are medians. Held against 1 % of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_SHARE = 0.01
 SCRAPE_INTERVAL_S = 5.0
 NUM_PROMPT_TOKENS = 128
 MAX_NEW_TOKENS = 1024
-"""More tokens than any sequence reaches."""
+"""More than any sequence gets to."""
 
 NUM_STEPS = 30
 NUM_WARMUP_STEPS = 3
@@ -49,11 +49,11 @@ NUM_REPEATS = 500
 class MetricsCost:
     num_sequences: int
     step_ms: float
-    """Time of the backend's step, one token of each sequence."""
+    """Of the backend, one token of each sequence."""
     after_step_ms: float
-    """Time of the metrics after a step, on the step's thread."""
+    """Of the metrics, on the step's thread."""
     request_ms: float
-    """Time of the metrics, once for each request."""
+    """Of the metrics, once a request."""
     scrape_ms: float
     share: float
     """Of a step: after_step_ms, and the scrapes' share of the time."""

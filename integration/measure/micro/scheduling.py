@@ -57,7 +57,7 @@ class Figure:
     value: float
     unit: str
     bar: float | None = None
-    """Largest allowed value; None if the figure is only reported."""
+    """Largest value allowed; None is only reported."""
 
     @property
     def is_met(self) -> bool:
@@ -65,7 +65,7 @@ class Figure:
 
 
 class ConstantModel:
-    """A model adapter that takes no time: constant logits, no storing, no attention."""
+    """A model adapter that costs nothing: the same logits for every row, nothing stored, nothing attended."""
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
     spec = ModelSpec(
@@ -100,7 +100,7 @@ class ConstantModel:
 
 
 class Prompts:
-    """Seeded prompts without common blocks."""
+    """Seeded prompts, no two of which have a block in common."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)  # noqa: S311 # token ids for a benchmark
@@ -148,7 +148,7 @@ def time_ms(call: Callable[[], object], num_repeats: int) -> Iterator[float]:
 
 
 def median_after_warmup(values: Iterable[float]) -> float:
-    """Median of the values after the first tenth."""
+    """Median without the first tenth."""
     timings = list(values)
     return median(timings[len(timings) // 10 :])
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from pagedkv.adapters.tgi.sockets import parse_listen_address
+from pagedkv.adapters.rpc.sockets import parse_listen_address
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:

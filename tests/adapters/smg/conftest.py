@@ -137,7 +137,7 @@ class Lab:
             cache=backend,
         )
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((worker_handler(worker),))
+        server.add_generic_rpc_handlers((worker_handler(lambda: worker),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:

@@ -13,10 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pagedkv.adapters.rpc.sockets import claim_socket_path, parse_listen_address
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.server import GenerationServer
-from pagedkv.adapters.tgi.sockets import claim_socket_path, parse_listen_address
 from pagedkv.plugin.config import ServerSection
 from pagedkv.plugin.errors import ConfigError
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pagedkv.adapters.rpc.tls import ClientTls
 from pagedkv.adapters.tgi.client import GenerationClient
 from pagedkv.adapters.tgi.server import GenerationServer
-from pagedkv.adapters.tgi.tls import ClientTls
 from pagedkv.integration.cli.main import app
 from pagedkv.plugin.config import ServerSection, parse_config
 from pagedkv.plugin.errors import ConfigError, UnavailableError

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from pagedkv.adapters.tgi.request_log import to_text
+from pagedkv.adapters.rpc.request_log import to_text
 from pagedkv.integration.serve.logs import JsonFormatter
 
 PROMPT = 'a secret\nrequest ended: request_id=9 "quoted"'
