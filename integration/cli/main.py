@@ -8,6 +8,7 @@ import typer
 
 from pagedkv.integration.cli.bench import BenchCommand, bench
 from pagedkv.integration.cli.calibrate import calibrate
+from pagedkv.integration.cli.check_server import check_server
 from pagedkv.integration.cli.config import config
 from pagedkv.integration.cli.demo_model import demo_model
 from pagedkv.integration.cli.eval_kv import eval_kv
@@ -39,6 +40,7 @@ for command in (
     eval_kv,
     install_launcher_shim,
     export_chat_template,
+    check_server,
 ):
     app.command()(command)
 app.command(cls=BenchCommand)(bench)

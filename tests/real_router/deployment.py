@@ -19,7 +19,7 @@ import psutil
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagedkv.integration.cli.install_launcher_shim import SHIM_NAME, write_shim
+from pagedkv.integration.serve.launcher_shim import SHIM_NAME, write_shim
 
 PROGRAMS_VARIABLE = "PAGEDKV_ROUTER_PROGRAMS"
 LAUNCHER, ROUTER = "text-generation-launcher", "text-generation-router"

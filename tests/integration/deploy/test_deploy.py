@@ -3,6 +3,8 @@ with the code."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pagedkv.integration.cli.install_launcher_shim import SHIM_NAME, write_shim
+from pagedkv.integration.serve.launcher_shim import SHIM_NAME, write_shim
 from pagedkv.plugin.config import CONFIG_FILE_VARIABLE, Config, parse_config
 
 if sys.version_info >= (3, 11):
@@ -21,7 +23,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "integration" / "deploy"
-INSTRUCTIONS = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR"}
+INSTRUCTIONS = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR", "USER", "ENTRYPOINT", "HEALTHCHECK"}
 LAUNCHER_FLAGS = {"--model-id", "--port", "--num-shard", "--json-output"}
 SECONDS = {"s": 1, "m": 60}
 
@@ -82,6 +84,16 @@ class TestContainerfile:
         folder = command.split("install-launcher-shim")[1].split()[0]
         assert ("ENV", f"PATH={folder}:$PATH") in _instructions()
         assert write_shim(tmp_path, "python").name == SHIM_NAME
+        assert f"export PATH={folder}:$PATH" in (DEPLOY / "entrypoint.sh").read_text()
+
+    def test_entrypoint_is_ours_can_be_run_and_is_tried_as_the_user_it_gets(self) -> None:
+        instructions = _instructions()
+        (entrypoint,) = [value for name, value in instructions if name == "ENTRYPOINT"]
+        (path,) = json.loads(entrypoint)
+        assert ("COPY", f"integration/deploy/entrypoint.sh {path}") in instructions
+        assert os.access(DEPLOY / "entrypoint.sh", os.X_OK)
+        (user,) = [index for index, (name, _) in enumerate(instructions) if name == "USER"]
+        assert any(name == "RUN" and path in value for name, value in instructions[user:])
 
 
 class TestCompose:
@@ -94,6 +106,8 @@ class TestCompose:
         mounts = [volume for service in compose["services"].values() for volume in service["volumes"]]
         files = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
         assert len(files) == 5
+        named = {mount.split(":")[0] for mount in mounts if not mount.startswith((".", "$"))}
+        assert named == set(compose["volumes"])
         assert [file for file in files if not (DEPLOY / file).exists()] == []
         build = compose["services"]["tgi"]["build"]
         assert (DEPLOY / build["context"]).resolve() == ROOT
@@ -141,8 +155,20 @@ class TestKubernetes:
         assert listen.rpartition(":")[2] == str(metrics["containerPort"])
         assert cluster["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
         assert container["args"][container["args"].index("--port") + 1] == str(port["containerPort"])
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for probe in ("readinessProbe", "livenessProbe"):
             assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+        *_, command = container["startupProbe"]["exec"]["command"]
+        _check_start_check(command, port["containerPort"])
+        assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 600
+
+    def test_pods_have_no_rights_and_no_variables_of_services(self, pod) -> None:
+        (user,) = [value for name, value in _instructions() if name == "USER"]
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"]
+        assert f"{context['runAsUser']}:{context['runAsGroup']}" == user
+        assert pod["enableServiceLinks"] is False
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
     def test_config_is_valid_and_mounted_where_the_variable_points(self, cluster, pod) -> None:
         data = cluster["ConfigMap"]["data"]
@@ -157,10 +183,29 @@ class TestKubernetes:
         (container,) = pod["containers"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+        (kernels,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "kernels"]
+        caches = " ".join(value for name, value in _instructions() if name == "ENV")
+        assert f"XDG_CACHE_HOME={kernels} TRITON_CACHE_DIR={kernels}/" in caches
         shared = volumes["shared-memory"]["emptyDir"]
         assert shared["medium"] == "Memory"
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert _gibibytes(shared["sizeLimit"]) < _gibibytes(requests["memory"]) <= _gibibytes(limits["memory"])
+
+
+def _check_start_check(command: str, port: int) -> None:
+    """A probe asks the shard who it is, and the router whether it serves."""
+    check, health = command.split(" && ")
+    assert check == "pagedkv check-server"
+    assert health.startswith("curl --fail ")
+    assert health.endswith(f" http://localhost:{port}/health")
+
+
+def test_compose_asks_who_has_started(compose) -> None:
+    service = compose["services"]["tgi"]
+    kind, command = service["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    _check_start_check(command, 8080)
+    assert "kernels:/cache" in service["volumes"]
 
 
 def test_launcher_gets_no_flag_that_is_not_its_own(compose, pod) -> None:

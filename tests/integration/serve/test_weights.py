@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pagedkv.integration.cli.install_launcher_shim import write_shim
+from pagedkv.integration.serve.launcher_shim import write_shim
 from pagedkv.integration.serve.weights import ensure_weights
 from pagedkv.plugin.errors import ConfigError
 

@@ -20,7 +20,7 @@ from google.protobuf import json_format
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
-from pagedkv.integration.cli.install_launcher_shim import write_shim
+from pagedkv.integration.serve.launcher_shim import write_shim
 
 LAUNCHER_ENVIRONMENT = {
     "CUDA_MEMORY_FRACTION": "1.0",

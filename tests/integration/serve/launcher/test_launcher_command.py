@@ -21,9 +21,9 @@ import pytest
 from google.protobuf import json_format
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
-from pagedkv.integration.cli.install_launcher_shim import write_shim
 from pagedkv.integration.serve.launcher_command import configure, read_shard
 from pagedkv.integration.serve.launcher_flags import LogLevel, ServeFlags
+from pagedkv.integration.serve.launcher_shim import write_shim
 from pagedkv.plugin.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[3] / "golden"
