@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -40,7 +40,7 @@ STATUS_CODES: StatusCodes = {
 or INVALID_ARGUMENT."""
 
 Unary = Callable[[Any, Context], Awaitable[Message]]
-Streaming = Callable[[Any, Context], AsyncGenerator[bytes, None]]
+Streaming = Callable[[Any, Context], Awaitable[None]]
 
 
 def worker_handler(get_worker: Callable[[], SmgWorker]) -> grpc.GenericRpcHandler:
@@ -90,18 +90,12 @@ def _streaming(
     get_worker: Callable[[], SmgWorker], name: str, kind: type[Message]
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handle(data: bytes, context: Context) -> None:
-        messages = None
         try:
             method: Streaming = getattr(get_worker(), name)
-            messages = method(parse_message(kind, data), context)
-            async for message in messages:
-                await context.write(message)
+            await method(parse_message(kind, data), context)
             return
         except Exception as error:
             code, details = describe_error(error, STATUS_CODES)
-        finally:
-            if messages is not None:
-                await messages.aclose()
         await context.abort(code, details)
 
     return handle

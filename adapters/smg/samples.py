@@ -24,7 +24,6 @@ class SampleWriter:
         "_detokenizer",
         "_index",
         "_logprobs",
-        "_min_new_tokens",
         "_num_cached_tokens",
         "_num_prompt_tokens",
         "_num_tokens",
@@ -59,7 +58,7 @@ class SampleWriter:
         self._token_ids.append(token_id)
         if self._params.raw_logprobs:
             self._logprobs.append(output)
-        matched = self._match_stop_string(token_id)
+        matched = self._match_stop_string(token_id) if self._stop_strings is not None else None
         if matched is not None:
             self.finish_reason, self.matched_stop = "stop", matched
         elif token_id in self._params.stop_token_ids and self._num_tokens >= self._params.min_new_tokens:

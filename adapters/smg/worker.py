@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from pagedkv.adapters.rpc.calls import Context, read_trace_context
 from pagedkv.adapters.smg import engine_pb2 as pb
@@ -26,8 +25,6 @@ from pagedkv.plugin.serving.loop import ServingLoop
 
 logger = logging.getLogger(__name__)
 
-Messages: TypeAlias = "AsyncGenerator[bytes, None]"
-"""Serialized."""
 
 _BUSY_RECORD_INTERVAL_S = 1.0
 _IDLE_RECORD_INTERVAL_S = 5.0
@@ -93,8 +90,8 @@ class SmgWorker:
         """Ends the streams that never end by themselves: whoever waits for calls to finish would wait for them."""
         self._has_ended.set()
 
-    async def generate(self, request: pb.GenerateRequest, context: Context) -> Messages:
-        """Serialized `GenerateResponse`s. Nothing is sent before the backend has accepted the prompt."""
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Writes `GenerateResponse`s. Nothing is sent before the backend has accepted the prompt."""
         generation_request = to_generation(
             request, self.capacity, self._info.model.eos_token_ids, read_trace_context(context)
         )
@@ -104,35 +101,23 @@ class SmgWorker:
         generation = await self._inbox.start(generation_request)
         self._generations[request_id] = generation
         try:
-            async for message in self._write(generation, request.stream, request_id):
-                yield message
+            writers = self._make_writers(generation)
+            await _write_tokens(generation, writers, context, is_stream=request.stream)
+            if request_id in self._aborted:
+                for writer in writers:
+                    if not writer.finish_reason:
+                        await context.write(writer.take_complete())
         finally:
             self._generations.pop(request_id, None)
             self._aborted.discard(request_id)
             generation.close()
 
-    async def _write(self, generation: AsyncGeneration, is_stream: bool, request_id: str) -> Messages:
-        params, prompt_ids = generation.samples[0].generation.params, generation.samples[0].generation.prompt_ids
-        writers = [SampleWriter(sample.index, params, prompt_ids, self._tokenizer) for sample in generation.samples]
-        while tokens := await generation.read():
-            touched: dict[int, SampleWriter] = {}
-            for sample, output in tokens:
-                writer = writers[sample.index]
-                if writer.finish_reason:
-                    continue
-                writer.push(output)
-                touched[sample.index] = writer
-                if writer.finish_reason and output.finish_reason is None:
-                    generation.end(sample, Outcome.STOP_SEQUENCE)
-            for writer in touched.values():
-                if is_stream:
-                    yield writer.take_chunk()
-                if writer.finish_reason:
-                    yield writer.take_complete()
-        if request_id in self._aborted:
-            for writer in writers:
-                if not writer.finish_reason:
-                    yield writer.take_complete()
+    def _make_writers(self, generation: AsyncGeneration) -> list[SampleWriter]:
+        request = generation.samples[0].generation
+        return [
+            SampleWriter(sample.index, request.params, request.prompt_ids, self._tokenizer)
+            for sample in generation.samples
+        ]
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests; unknown ones are passed over: most have ended already."""
@@ -181,11 +166,11 @@ class SmgWorker:
             raise RequestError(f"there is no data parallel rank {request.dp_rank}; this worker is the only one")
         return self._loads.response()
 
-    async def get_tokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> Messages:
+    async def get_tokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> None:
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(build_archive, self._facts.model_directory))
         for chunk in split_archive(await asyncio.shield(self._archive)):
-            yield chunk.SerializeToString()
+            await context.write(chunk.SerializeToString())
 
     async def flush_cache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """Drops cached blocks that nobody holds, once no request runs: at once, or within `timeout_s`."""
@@ -200,8 +185,8 @@ class SmgWorker:
         num_blocks = await asyncio.wrap_future(self._loop.run_on_thread(self._cache.flush_prefix_cache))
         return pb.FlushCacheResponse(success=True, message=f"{num_blocks} blocks were dropped")
 
-    async def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest, context: Context) -> Messages:
-        """Serialized `KvEventBatch`es: what is findable now, or what came since a number; then what comes.
+    async def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest, context: Context) -> None:
+        """Writes `KvEventBatch`es: what is findable now, or what came since a number; then what comes.
 
         Raises:
             UnsupportedError: the backend tells nothing; the gateway then routes by what it has sent itself.
@@ -220,7 +205,7 @@ class SmgWorker:
         has_begun = number > 0
         if not number:
             for batch in events.snapshot():
-                yield batch + self._load_bytes(load_only=False)
+                await context.write(batch + self._load_bytes(load_only=False))
                 has_begun = True
             number = events.last_number
         while not self._has_ended.is_set():
@@ -230,9 +215,11 @@ class SmgWorker:
             for batch in batches:
                 number += 1
                 has_begun = True
-                yield batch + self._load_bytes(load_only=False)
+                await context.write(batch + self._load_bytes(load_only=False))
             if not batches and (has_begun or request.load_records_before_first_batch):
-                yield pb.KvEventBatch(sequence_number=number).SerializeToString() + self._load_bytes(load_only=True)
+                await context.write(
+                    pb.KvEventBatch(sequence_number=number).SerializeToString() + self._load_bytes(load_only=True)
+                )
             await self._wait_for_events(events, number)
 
     async def _wait_for_events(self, events: KvEventLog, number: int) -> None:
@@ -248,3 +235,25 @@ class SmgWorker:
     def _load_bytes(self, *, load_only: bool) -> bytes:
         """A field of a `KvEventBatch`, to be appended to a serialized one."""
         return pb.KvEventBatch(load=self._loads.record(load_only=load_only)).SerializeToString()
+
+
+async def _write_tokens(
+    generation: AsyncGeneration, writers: Sequence[SampleWriter], context: Context, *, is_stream: bool
+) -> None:
+    """Writes what comes until every sample has ended: of each read one chunk a sample, and its end."""
+    while tokens := await generation.read():
+        touched: dict[int, SampleWriter] = {}
+        for sample, output in tokens:
+            writer = writers[sample.index]
+            if writer.finish_reason and sample.index not in touched:
+                continue  # It came while the one that ended the sample was on its way.
+            touched[sample.index] = writer
+            if not writer.finish_reason:
+                writer.push(output)
+                if writer.finish_reason and output.finish_reason is None:
+                    generation.end(sample, Outcome.STOP_SEQUENCE)
+        for writer in touched.values():
+            if is_stream:
+                await context.write(writer.take_chunk())
+            if writer.finish_reason:
+                await context.write(writer.take_complete())
