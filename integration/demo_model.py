@@ -6,17 +6,16 @@ reaches a package index and nothing else can still run a real language model.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from pagedkv.integration.serve.chat_template import export_chat_template, find_template_of_router
 from pagedkv.plugin.errors import ConfigError
@@ -52,7 +51,7 @@ def ensure_demo_model(directory: Path | None = None) -> Path:
     if is_demo_model(target) and not _lacks_router_s_template(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.parent / f".{target.name}.lock"):
+    with FileLock(target.parent / f".{target.name}.lock"):
         if not is_demo_model(target):
             _make(target)
         if _lacks_router_s_template(target):
@@ -76,14 +75,6 @@ def _read_recipe(directory: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return marker.get("recipe")
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    # The kernel gives the lock back when a process dies, however it dies: no stale lock is ever left.
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(target: Path) -> None:

@@ -12,6 +12,7 @@ from types import FrameType
 
 from pagedkv.integration.cli.generate import StreamSummary, TextPrinter, render_chat, stream
 from pagedkv.integration.demo_model import ensure_demo_model
+from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.integration.serve.child_process import ChildServer, child_server
 from pagedkv.plugin.errors import PagedKVError
 from pagedkv.plugin.requests import SamplingParams
@@ -67,6 +68,7 @@ class BackendRun:
 def main() -> int:
     """Runs the quickstart. Returns the exit code."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
+    hide_progress_bars()
     try:
         print("1. The demo model, SmolLM2-135M-Instruct (made once, about a minute)", flush=True)
         model = ensure_demo_model()

@@ -5,6 +5,8 @@ A model is a directory, or a name whose files are already in the local Hugging F
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ from transformers.utils import logging as transformers_logging
 from pagedkv.plugin.errors import ConfigError, UnsupportedError
 from pagedkv.plugin.resolved_config import ModelSettings
 
+logger = logging.getLogger(__name__)
+
 # transformers has no types for these
 _from_config: Any = AutoModelForCausalLM.from_config
 _logging: Any = transformers_logging
@@ -24,7 +28,13 @@ _logging: Any = transformers_logging
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turns off progress bars and warnings of transformers, and restores its settings afterwards."""
+    """Turns off progress bars and warnings of transformers, and restores its settings afterwards.
+
+    Does nothing at log level DEBUG.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        yield
+        return
     verbosity, had_progress_bar = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
     _logging.set_verbosity_error()
     _logging.disable_progress_bar()
@@ -74,7 +84,7 @@ def load_causal_model(
     attn_implementation: str | None,
     split: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Loads the model with its weights, in evaluation mode.
+    """Loads the model with its weights, in evaluation mode. On a GPU and for shards this needs accelerate.
 
     Args:
         attn_implementation: name of an attention function of transformers; None lets it choose.
@@ -82,8 +92,12 @@ def load_causal_model(
 
     Raises:
         ConfigError: no safetensors weights (and pickled ones are not allowed), or weights that lack parameters.
+            Or accelerate is needed and not installed.
         UnsupportedError: the architecture refuses the attention function.
     """
+    placement = _place(device) if split is None else split
+    if placement:
+        _require_accelerate(device)
     with (
         _explained(settings, "weights"),
         _own_attention_named(architecture_name(model_config), attn_implementation),
@@ -93,7 +107,7 @@ def load_causal_model(
             settings.path,
             config=model_config,
             dtype=dtype,
-            **({"device_map": {"": device}} if split is None else split),
+            **placement,
             attn_implementation=attn_implementation,
             use_safetensors=None if settings.allow_pickle else True,
             output_loading_info=True,
@@ -109,6 +123,19 @@ def load_causal_model(
             "shape; download the model again"
         )
     return model.eval()
+
+
+def _place(device: torch.device) -> dict[str, Any]:
+    """Arguments that load weights straight to a device; none for the CPU, where they are loaded anyway."""
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
+
+
+def _require_accelerate(device: torch.device) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        extra = "shards" if device.type == "cpu" else "gpu"
+        raise ConfigError(
+            f'transformers loads this model with accelerate, which is not installed: pip install "pagedkv[{extra}]"'
+        )
 
 
 def build_meta_model(

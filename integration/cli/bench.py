@@ -26,7 +26,7 @@ class BenchCommand(typer.core.TyperCommand):
     """Allows `--json` without a value, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        followers = [*args[1:], "--"]
+        followers = [*args, "--"][1:]
         filled = [
             part
             for argument, follower in zip(args, followers, strict=True)
@@ -92,14 +92,14 @@ def bench(
     ] = None,
 ) -> None:
     """Measure backends, and other engines, on the same token ids in one run; all make exactly the tokens asked for."""
+    from pagedkv.integration.measure.extra import require_bench_extra
+
+    require_bench_extra()
     from pagedkv.integration.demo_model import ensure_demo_model
     from pagedkv.integration.measure.benchmark.engines import split_names
     from pagedkv.integration.measure.benchmark.experiment import BenchmarkOptions, plan_experiment
     from pagedkv.integration.measure.benchmark.run import run_benchmark
-    from pagedkv.integration.measure.plotting import require_matplotlib
 
-    if plot or html:
-        require_matplotlib()
     _require_places([plot, html, markdown, journal, None if json_file in (None, STDOUT) else Path(str(json_file))])
     options = BenchmarkOptions(
         model=model or ensure_demo_model(),

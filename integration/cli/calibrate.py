@@ -29,6 +29,9 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Run text through MODEL and write scales of its keys and values, per layer and head, for cache.kv_scales."""
+    from pagedkv.integration.measure.extra import require_bench_extra
+
+    require_bench_extra()
     from pagedkv.integration.measure.calibration import calibrate_scales, save_scales
     from pagedkv.plugin.config import load_config
 

@@ -37,6 +37,9 @@ def eval_kv(
     as_json: AsJson = False,
 ) -> None:
     """Measure, through the paged cache, what each KV dtype costs MODEL in accuracy."""
+    from pagedkv.integration.measure.extra import require_bench_extra
+
+    require_bench_extra()
     from pagedkv.integration.measure.evaluation.evaluate import DEFAULT_KV_DTYPES, EvaluationSettings, evaluate
     from pagedkv.integration.measure.evaluation.report import make_table, save_plot
     from pagedkv.plugin.config import load_config

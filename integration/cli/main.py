@@ -18,6 +18,7 @@ from pagedkv.integration.cli.install_launcher_shim import install_launcher_shim
 from pagedkv.integration.cli.plan import plan
 from pagedkv.integration.cli.plugins import plugins
 from pagedkv.integration.cli.serve import serve
+from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.plugin.errors import PagedKVError
 
 EXIT_USAGE = 2
@@ -48,6 +49,7 @@ app.command(cls=BenchCommand)(bench)
 
 def run() -> None:
     """Runs the command line. Prints a PagedKVError as one paragraph on standard error, without a traceback."""
+    hide_progress_bars()
     try:
         app()
     except PagedKVError as error:

@@ -85,12 +85,15 @@ def plan(
 def _plan(
     model: str, config: Path | None, overrides: dict[str, Any], request: PlanRequest, plot: Path | None, as_json: bool
 ) -> None:
+    from pagedkv.integration.measure.extra import require_bench_extra
     from pagedkv.integration.measure.plan.memory_plan import MemoryPlan
     from pagedkv.integration.measure.plan.model_facts import config_directory
     from pagedkv.integration.measure.plan.plot import save_plot
     from pagedkv.integration.measure.plan.report import make_tables, notes, to_json
     from pagedkv.plugin.config import load_config
 
+    if plot:
+        require_bench_extra()
     with config_directory(model) as directory:
         made = MemoryPlan(load_config(config, {**overrides, "model.path": directory}), request)
         if as_json:

@@ -148,7 +148,7 @@ def calibrate_scales(
         block_size=resolved.cache.block_size,
         device=resolved.device,
     )
-    with tqdm(total=len(sequences) * sequence_tokens, desc="calibrate", unit="token") as bar:
+    with tqdm(total=len(sequences) * sequence_tokens, desc="calibrate", unit="token", disable=False) as bar:
         _run_sequences(run, sequences, max_batch_size, bar.update)
     return _make_scales(kernels.recorded, percentile, static.max_element)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagedkv.integration.serve.metrics.endpoint import MetricsEndpoint
 from pagedkv.integration.serve.metrics.gpu import make_gpu_reader
-from pagedkv.integration.serve.metrics.server_metrics import ServerMetrics
+from pagedkv.integration.serve.metrics.server_metrics import ServerMetrics, ServiceState
 from pagedkv.integration.serve.tracing import RequestTracer, make_tracer
 from pagedkv.plugin.config import AUTO, Config
 from pagedkv.plugin.distributed import ShardInfo
@@ -46,6 +46,13 @@ class ServerObservers:
             self.endpoint.registry.register(self.metrics)
         steps = (self.metrics,) if self.metrics else ()
         return Observers(requests=(*steps, *((self.tracer,) if self.tracer else ())), steps=steps)
+
+    def attach(self, service: ServiceState) -> None:
+        """Reports the service's state in the metrics and at the endpoint from now on."""
+        if self.metrics:
+            self.metrics.attach(service)
+        if self.endpoint:
+            self.endpoint.find_health_fault = service.find_health_fault
 
 
 @contextmanager

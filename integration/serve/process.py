@@ -177,8 +177,7 @@ async def _serve(
     backend = assembly.backend
     stop_asked = asyncio.Event()
     server = _make_server(assembly, thread, config, observers, group, stop_asked.set)
-    if observers.metrics:
-        observers.metrics.attach(server.service)
+    observers.attach(server.service)
     _watch_signals(stop_asked.set)
     await server.start()
     try:

@@ -24,7 +24,7 @@ class _Progress:
     """A progress bar on standard error that shows the current action."""
 
     def __init__(self, num_calls: int) -> None:
-        self._bar = tqdm(total=num_calls, unit="run")
+        self._bar = tqdm(total=num_calls, unit="run", disable=False)
         self._has_begun = False
 
     def __enter__(self) -> _Progress:

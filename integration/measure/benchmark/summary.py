@@ -1,32 +1,16 @@
-"""Repetitions to figures.
-
->>> percentile([4.0, 1.0, 3.0, 2.0], 50)
-2.5
-"""
+"""Repetitions to figures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from pagedkv.integration.measure.benchmark.engine_process import Repetition
 from pagedkv.integration.measure.benchmark.runners.protocol import RequestTimes
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which so many percent lie; between two values by their distance (as numpy does by default).
-
-    Args:
-        values: at least one, in any order.
-        percent: 0..100.
-    """
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return below + (above - below) * (place - math.floor(place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +23,7 @@ class Percentiles:
     def of(cls, values: Iterable[float]) -> Percentiles | None:
         """None for no values."""
         known = list(values)
-        return cls(*(percentile(known, percent) for percent in (50, 90, 99))) if known else None
+        return cls(*np.percentile(known, (50, 90, 99)).tolist()) if known else None
 
 
 @dataclass(frozen=True, slots=True)

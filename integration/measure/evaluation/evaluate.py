@@ -80,7 +80,7 @@ class _Evaluator:
     def evaluate_kind(self, kind: TextKind, text: str) -> dict[str, KindResult]:
         settings = self.settings
         sequences = cut_sequences(text, self.tokenizer, settings.max_tokens, settings.sequence_tokens)
-        with tqdm(total=len(sequences) * settings.sequence_tokens, desc=kind, unit="token") as bar:
+        with tqdm(total=len(sequences) * settings.sequence_tokens, desc=kind, unit="token", disable=False) as bar:
             sums = measure_accuracy(
                 self.make_run,
                 self.unquantized,
@@ -99,7 +99,7 @@ class _Evaluator:
         max_tokens = prompts.shape[1] + settings.greedy_tokens
         names = list(dict.fromkeys((self.unquantized, *settings.kv_dtypes)))
         total = len(names) * len(prompts) * (settings.greedy_tokens - 1)
-        with tqdm(total=total, desc=f"{kind}, greedy", unit="token") as bar:
+        with tqdm(total=total, desc=f"{kind}, greedy", unit="token", disable=False) as bar:
             tokens = {
                 name: generate_greedily(
                     self.make_run(name, len(prompts), max_tokens), prompts, settings.greedy_tokens, bar.update
@@ -121,7 +121,7 @@ class _Evaluator:
             settings.seed,
         )
         names = list(dict.fromkeys((self.unquantized, *settings.kv_dtypes)))
-        with tqdm(total=len(names) * len(tasks), desc="recall", unit="depth") as bar:
+        with tqdm(total=len(names) * len(tasks), desc="recall", unit="depth", disable=False) as bar:
             return {name: {task.depth: self._recall(name, task, bar.update) for task in tasks} for name in names}
 
     def _recall(self, kv_dtype_name: str, task: RecallTask, on_task: Callable[[int], object]) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedkv.integration.measure.evaluation.accuracy import PathSums
 from pagedkv.integration.measure.evaluation.texts import TextKind
-from pagedkv.integration.measure.plotting import require_matplotlib
+from pagedkv.integration.measure.extra import require_bench_extra
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def save_plot(report: Report, file: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or can't write a file of this suffix.
     """
-    require_matplotlib()
+    require_bench_extra()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from pagedkv.integration.measure.benchmark.machine import describe_machine
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KVDtype, find_kv_dtype, known_kv_dtypes
@@ -153,12 +152,6 @@ def _time_in_turn(runs: Mapping[str, Callable[[], object]], num_runs: int) -> di
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default="cpu", help="name of a plugin of pagedkv.kernels")
@@ -169,7 +162,7 @@ def main() -> None:
     kernels = load_plugin(KERNELS, arguments.kernels).create(torch.device("cpu"))
     figures = measure(kernels, Sizes())
     about = {
-        "cpu": _cpu_name(),
+        "cpu": describe_machine().processor,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": arguments.threads,
         "kernels": kernels.name,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pagedkv.integration.measure.extra import require_bench_extra
 from pagedkv.integration.measure.plan.memory_plan import MemoryPlan
 from pagedkv.integration.measure.plan.traffic import Traffic
-from pagedkv.integration.measure.plotting import require_matplotlib
 from pagedkv.plugin.errors import ConfigError
 
 MIN_TOKENS = 32
@@ -31,7 +31,7 @@ def save_plot(plan: MemoryPlan, file: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or can't write a file of this suffix.
     """
-    require_matplotlib()
+    require_bench_extra()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

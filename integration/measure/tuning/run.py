@@ -24,8 +24,8 @@ from pagedkv.integration.measure.benchmark.experiment import BenchmarkOptions, p
 from pagedkv.integration.measure.benchmark.journal import Journal
 from pagedkv.integration.measure.benchmark.machine import describe_machine
 from pagedkv.integration.measure.benchmark.runners.protocol import RunRequest
+from pagedkv.integration.measure.extra import require_bench_extra
 from pagedkv.integration.measure.micro.disturbance import run_undisturbed
-from pagedkv.integration.measure.plotting import require_matplotlib
 from pagedkv.integration.measure.tuning.knobs import KNOBS, Knob, Load
 from pagedkv.integration.measure.tuning.report import KnobFigures, insert_tables, read_figures, save_plot
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder that remembers repetitions")
     parser.add_argument("--draw", action="store_true", help="measure nothing, draw what is there")
     arguments = parser.parse_args()
-    require_matplotlib()
+    require_bench_extra()
     if arguments.journal:
         arguments.journal.mkdir(parents=True, exist_ok=True)
     figures = {}

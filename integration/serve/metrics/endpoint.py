@@ -1,18 +1,18 @@
-"""The HTTP endpoint that Prometheus scrapes: GET /metrics and nothing else, on a separate thread."""
+"""The HTTP endpoint on separate threads: GET /metrics for Prometheus, GET /healthz for load balancers, nothing else."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer, ThreadingMixIn
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from pagedkv.adapters.rpc.sockets import parse_listen_address
 from pagedkv.plugin.errors import ConfigError
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATH = "/metrics"
+METRICS_PATH = "/metrics"
+HEALTH_PATH = "/healthz"
 _CLIENT_TIMEOUT_S = 10.0
+_MAX_CLIENTS = 16
+"""Further connections are closed at once, so that clients that stay connected can't pile up threads."""
 _MAX_PORT = 65535
 _POLL_S = 0.1
 """How often the endpoint checks whether to stop."""
@@ -46,14 +49,18 @@ class MetricsEndpoint:
         if own_port > _MAX_PORT:
             raise ConfigError(f"metrics.listen is {address}: there is no port {port} + {rank} for rank {rank}")
         self.registry = CollectorRegistry(auto_describe=False)
+        self.find_health_fault: Callable[[], str | None] = lambda: "the server is starting"
+        """Why the server is not healthy, or None: the answer of HEALTH_PATH. Set it once there is a service."""
         try:
-            self._server = _Server(host.strip("[]"), own_port, self.registry)
+            self._server = _Server(host.strip("[]"), own_port)
         except OSError as error:
             raise ConfigError(
                 f"can't serve metrics on {host}:{own_port}: {error.strerror or error}; set metrics.listen "
                 '(--metrics-listen) to another address, or to "" for none'
             ) from error
-        self.url = f"http://{host}:{self._server.server_address[1]}{PATH}"
+        self._server.set_app(self._answer)
+        self._answer_metrics = make_wsgi_app(self.registry)
+        self.url = f"http://{host}:{self._server.server_address[1]}{METRICS_PATH}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="pagedkv-metrics", daemon=True
         )
@@ -77,37 +84,53 @@ class MetricsEndpoint:
     ) -> None:
         self.close()
 
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """The WSGI application."""
+        path = environ["PATH_INFO"]
+        if path == METRICS_PATH:
+            return self._answer_metrics(environ, start_response)
+        status, text = "404 Not Found", f"only {METRICS_PATH} and {HEALTH_PATH} are here"
+        if path == HEALTH_PATH:
+            fault = self.find_health_fault()
+            status, text = ("200 OK", "ok") if fault is None else ("503 Service Unavailable", fault)
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [text.encode() + b"\n"]
 
-class _Server(ThreadingMixIn, TCPServer):
-    daemon_threads = True
+
+class _Server(ThreadingWSGIServer):
     allow_reuse_address = True  # Allows a port whose server has just ended; a port in use is still refused.
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.registry = registry
+        self._free_clients = threading.BoundedSemaphore(_MAX_CLIENTS)
         super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # The base class asks DNS for this machine's name, which can take many seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free_clients.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_clients.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a scrape failed", exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_TIMEOUT_S
     server_version = "pagedkv"
     sys_version = ""
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
-            self.send_error(HTTPStatus.NOT_FOUND, f"only {PATH} is here")
-            return
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-        body = encode(self.server.registry)
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Logs nothing: a scrape comes every few seconds."""

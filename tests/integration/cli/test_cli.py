@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.integration import progress_bars
+from pagedkv.integration.measure import extra
 from pagedkv.integration.serve.child_process import ChildServer, command_path
 from pagedkv.plugin.config import list_config_keys
 from pagedkv.plugin.registry import GROUPS
@@ -200,3 +202,31 @@ def test_ctrl_c_in_generate_ends_the_request_on_the_server(server: ChildServer) 
     while "aborted" not in (since := server.log.read_text()[len(log_before) :]):
         assert time.monotonic() < deadline_s, f"the request still runs; the log says: {since}"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench",),
+        ("eval-kv", "model"),
+        ("calibrate", "model", "--kv-dtype", "int8", "--output", "scales.safetensors"),
+        ("plan", "model", "--plot", "plan.png"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_measuring_without_its_extra_says_what_to_install(
+    pagedkv, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    outcome = pagedkv(*command)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.count("\n") == 1
+    assert 'pip install "pagedkv[bench]"' in outcome.err
+
+
+def test_every_command_hides_bars_of_other_libraries(pagedkv, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in progress_bars.HIDING_VARIABLES:
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    pagedkv("plugins")
+    assert all(os.environ[name] == "1" for name in progress_bars.HIDING_VARIABLES)

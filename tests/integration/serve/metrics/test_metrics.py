@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 import urllib.error
@@ -15,6 +17,7 @@ import pytest
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.integration.serve.metrics import catalogue
+from pagedkv.integration.serve.metrics import endpoint as endpoint_module
 from pagedkv.integration.serve.metrics.catalogue import CATALOGUE, GPU_METRICS
 from pagedkv.integration.serve.metrics.endpoint import MetricsEndpoint
 from pagedkv.integration.serve.metrics.gpu import NvmlReader
@@ -249,6 +252,11 @@ def test_a_stuck_step_shows_while_it_is_stuck(lab, monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
+def _connect(endpoint: MetricsEndpoint) -> socket.socket:
+    host, port = endpoint.url.split("/")[2].split(":")
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
 class TestEndpoint:
     def test_everything_but_metrics_is_not_found(self) -> None:
         with MetricsEndpoint("127.0.0.1:0") as endpoint:
@@ -256,8 +264,37 @@ class TestEndpoint:
             for path in ("", "favicon.ico", "metrics/x", "../etc/passwd"):
                 with pytest.raises(urllib.error.HTTPError, match="404"):
                     urllib.request.urlopen(endpoint.url.replace("metrics", path), timeout=5)
-            with pytest.raises(urllib.error.HTTPError, match="501"):
+            with pytest.raises(urllib.error.HTTPError, match="405"):
                 urllib.request.urlopen(endpoint.url, data=b"x", timeout=5)
+
+    def test_healthz_tells_what_health_tells(self) -> None:
+        with MetricsEndpoint("127.0.0.1:0") as endpoint:
+            url = endpoint.url.replace("metrics", "healthz")
+            for fault in ("the server is starting", "a step is stuck"):
+                with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                    urllib.request.urlopen(url, timeout=5)
+                assert refused.value.read().decode() == f"{fault}\n"
+                endpoint.find_health_fault = lambda: "a step is stuck"
+            endpoint.find_health_fault = lambda: None
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                assert (answer.status, answer.read()) == (200, b"ok\n")
+
+    def test_a_client_that_sends_nothing_is_let_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(endpoint_module._Handler, "timeout", 0.2)
+        with MetricsEndpoint("127.0.0.1:0") as endpoint, _connect(endpoint) as silent:
+            assert silent.recv(1) == b""
+
+    def test_clients_that_stay_can_not_pile_up(self) -> None:
+        with MetricsEndpoint("127.0.0.1:0") as endpoint, contextlib.ExitStack() as stack:
+            for _ in range(endpoint_module._MAX_CLIENTS):
+                stack.enter_context(_connect(endpoint))
+            assert _connect(endpoint).recv(1) == b"", "one too many is closed at once"
+            stack.close()
+            deadline_s = time.monotonic() + 20
+            while endpoint._server._free_clients._value < endpoint_module._MAX_CLIENTS:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            assert urllib.request.urlopen(endpoint.url, timeout=5).read() == b""
 
     def test_a_port_that_is_taken_is_a_clear_error(self) -> None:
         with MetricsEndpoint("127.0.0.1:0") as endpoint:
