@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv.integration.cli.main import run
+from pagedkv.integration.progress_bars import HIDING_VARIABLES
 from pagedkv.integration.serve.child_process import ChildServer, child_server
 
 SMALL_CACHE = ("cache.num_blocks=256", "limits.max_total_tokens=2048", "scheduler.max_step_tokens=256")
@@ -33,6 +34,9 @@ def pagedkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def call(*arguments: object) -> Outcome:
         monkeypatch.setattr("sys.argv", ["pagedkv", *map(str, arguments)])
         monkeypatch.setenv("PAGEDKV_METRICS_LISTEN", "127.0.0.1:0")  # Tests run beside each other.
+        for name in HIDING_VARIABLES:  # What the command sets is undone after the test.
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         # serve sets up logging for its process, which here is the tests'.
         monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
         with pytest.raises(SystemExit) as ended:

@@ -86,14 +86,18 @@ class MetricsEndpoint:
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         """The WSGI application."""
+
+        def start(status: str, headers: list[tuple[str, str]]) -> Any:
+            return start_response(status, [*headers, ("Server", "pagedkv")])
+
         path = environ["PATH_INFO"]
         if path == METRICS_PATH:
-            return self._answer_metrics(environ, start_response)
+            return self._answer_metrics(environ, start)
         status, text = "404 Not Found", f"only {METRICS_PATH} and {HEALTH_PATH} are here"
         if path == HEALTH_PATH:
             fault = self.find_health_fault()
             status, text = ("200 OK", "ok") if fault is None else ("503 Service Unavailable", fault)
-        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        start(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [text.encode() + b"\n"]
 
 
@@ -129,8 +133,6 @@ class _Server(ThreadingWSGIServer):
 
 class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_TIMEOUT_S
-    server_version = "pagedkv"
-    sys_version = ""
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Logs nothing: a scrape comes every few seconds."""

@@ -288,7 +288,8 @@ class TestEndpoint:
         with MetricsEndpoint("127.0.0.1:0") as endpoint, contextlib.ExitStack() as stack:
             for _ in range(endpoint_module._MAX_CLIENTS):
                 stack.enter_context(_connect(endpoint))
-            assert _connect(endpoint).recv(1) == b"", "one too many is closed at once"
+            late = stack.enter_context(_connect(endpoint))
+            assert late.recv(1) == b"", "one too many is closed at once"
             stack.close()
             deadline_s = time.monotonic() + 20
             while endpoint._server._free_clients._value < endpoint_module._MAX_CLIENTS:
