@@ -20,6 +20,7 @@ from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.resolved_config import SchedulerSettings
 from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
 from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.idle import find_idle, note_in_vain, note_named
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
 from pagedkv.plugin.scheduler.sequence import SequenceProgress
 from pagedkv.plugin.stats import SchedulerStats
@@ -81,8 +82,9 @@ class ContinuousScheduler:
         """Decides the next step and takes the blocks for it.
 
         Args:
-            only: ids of sequences; others neither run nor are admitted. Others can be preempted, as always by an older
-                sequence. A sequence waits if older ones outside `only` hold all blocks.
+            only: ids of sequences; others neither run nor are admitted. Others can be preempted: by an older sequence,
+                as always, and by any once they are idle, see `pagedkv.plugin.scheduler.idle`. Until then a sequence
+                waits if older ones outside `only` hold all blocks.
             max_chunk_tokens: limits the tokens of all sequences with more than one token left.
 
         Returns:
@@ -171,6 +173,7 @@ class ContinuousScheduler:
         for sequence in self._running:
             if eligible is None or sequence.id in eligible:
                 (decodes if sequence.num_tokens_left == 1 else chunks).append(sequence)
+        note_named((*decodes, *chunks), self._num_steps)
         self._extend_all(decodes, draft)
         if max_chunk_tokens is not None:
             draft.num_tokens_left = min(draft.num_tokens_left, max_chunk_tokens)
@@ -189,15 +192,26 @@ class ContinuousScheduler:
             draft.add(sequence, num_tokens, grant.copies)
 
     def _acquire(self, sequence: SequenceProgress, num_tokens: int, draft: StepDraft) -> BlockGrant | None:
-        """Acquires blocks up to `num_tokens`; preempts newer sequences if needed. None if older ones hold them all."""
+        """Acquires blocks up to `num_tokens`; preempts idle sequences, then newer ones, if needed. None if older ones
+        hold all blocks."""
         while (grant := self._cache.acquire(sequence.id, num_tokens)) is None:
             draft.is_cache_full = True
-            newest = self._running[-1]
-            if newest is sequence:
+            idle = find_idle(self._running)
+            if idle is not None:
+                self._preempt(idle, draft)
+            elif self._running[-1] is not sequence:
+                self._preempt(self._running[-1], draft)
+            elif not self._is_held_by_idle(sequence):
                 return None
-            self._preempt(newest, draft)
         sequence.num_acquired_tokens = num_tokens
+        sequence.num_steps_in_vain = 0
         return grant
+
+    def _is_held_by_idle(self, sequence: SequenceProgress) -> bool:
+        """Whether idle sequences run, once a sequence has found no room; its step counts as in vain if none does."""
+        if find_idle(self._running) is None:
+            note_in_vain(sequence, self._running, self._num_steps)
+        return find_idle(self._running) is not None
 
     def _preempt(self, sequence: SequenceProgress, draft: StepDraft) -> None:
         draft.drop(sequence)
@@ -216,19 +230,33 @@ class ContinuousScheduler:
 
     def _admit_waiting(self, draft: StepDraft, eligible: frozenset[RequestId] | None) -> None:
         position = 0
-        while position < len(self._waiting) and draft.num_tokens_left and len(self._running) < self._max_num_running:
+        while position < len(self._waiting) and draft.num_tokens_left:
             sequence = self._waiting[position]
             if eligible is not None and sequence.id not in eligible:
                 position += 1
                 continue
-            admission = self._admission.consider(sequence, self._running, self._live, draft)
+            admission = self._consider(sequence, draft)
             if admission.decision is Decision.NO_ROOM:
-                return
-            if admission.decision is Decision.DEFER:
+                if not self._is_held_by_idle(sequence):
+                    return
+                self._preempt_idle(draft)
+                # An older one now waits before it.
+                position = self._waiting.index(sequence)
+            elif admission.decision is Decision.DEFER:
                 position += 1
             else:
                 del self._waiting[position]
                 self._admit(sequence, admission, draft)
+
+    def _consider(self, sequence: SequenceProgress, draft: StepDraft) -> Admission:
+        if len(self._running) >= self._max_num_running:
+            return Admission(Decision.NO_ROOM)
+        return self._admission.consider(sequence, self._running, self._live, draft)
+
+    def _preempt_idle(self, draft: StepDraft) -> None:
+        idle = find_idle(self._running)
+        assert idle is not None
+        self._preempt(idle, draft)
 
     def _admit(self, sequence: SequenceProgress, admission: Admission, draft: StepDraft) -> None:
         start = admission.num_cached_tokens
@@ -243,6 +271,8 @@ class ContinuousScheduler:
         sequence.num_computed_tokens = start
         sequence.num_acquired_tokens = start + num_tokens
         sequence.is_running = True
+        sequence.num_steps_in_vain = 0
+        note_named([sequence], self._num_steps)
         insort(self._running, sequence, key=_by_arrival)
         draft.add(sequence, num_tokens, grant.copies)
 

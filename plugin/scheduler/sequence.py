@@ -35,6 +35,11 @@ class SequenceProgress:
     max_computed_tokens: int = 0
     """Maximum of `num_computed_tokens` so far. Computing a token below it is a recompute."""
     num_preemptions: int = 0
+    last_named_step: int = 0
+    """The last step in which it might run; see `pagedkv.plugin.scheduler.idle`."""
+    is_idle: bool = False
+    num_steps_in_vain: int = 0
+    in_vain_since_step: int = 0
 
     @classmethod
     def create(
