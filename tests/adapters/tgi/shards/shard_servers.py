@@ -9,6 +9,7 @@ A program of its own, loaded once: a process that has run threads of gRPC must n
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from pagedkv.plugin.resolved_config import resolve_config
 
 EXIT_FAILED = 3
 CLAIM_TIMEOUT_S = 1.0
+PR_SET_PDEATHSIG = 1
 FIRST_CHARACTER = 31
 """Id 0 is special; 1 to 96 are the characters from the space on."""
 
@@ -93,6 +95,8 @@ def run_shard(folder: Path, shard: ShardInfo, port: int, options: dict[str, Any]
         (folder / f"failure-{shard.rank}").write_text(message)
         os._exit(EXIT_FAILED)
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(os.open(folder / f"log-{shard.rank}", os.O_WRONLY | os.O_CREAT), 2)
     code = 1
     try:
