@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
@@ -22,7 +22,7 @@ from pagedkv.adapters.tgi import generate_pb2 as pb
 
 from .shard_client import Host, expected_tokens, make_prefill, make_request, wait_until
 
-NUM_FAST_EXAMPLES = 8
+NUM_FAST_EXAMPLES = 6
 NUM_THOROUGH_EXAMPLES = 300
 MAX_BATCHES = 3
 MAX_NEW_TOKENS = 12
@@ -51,7 +51,7 @@ class ShardsMachine(RuleBasedStateMachine):
         super().__init__()
         self._host = host
         self._stack = ExitStack()
-        options = {"num_blocks": 60, "max_delay_s": 0.005, "drain_timeout_s": 20.0}
+        options = {"num_blocks": 60, "max_delay_s": 0.005, "claim_timeout_s": 0.5}
         self._shards = self._stack.enter_context(host.running(terminated_rank=None, **options))
         self._threads = self._stack.enter_context(ThreadPoolExecutor(MAX_BATCHES + 2))
         self._batches: dict[int, LiveBatch] = {}
@@ -244,5 +244,7 @@ def test_two_shards_generate_what_one_process_does_however_calls_arrive(host: Ho
     is_thorough = settings.default.max_examples > 100
     num_examples = NUM_THOROUGH_EXAMPLES if is_thorough else NUM_FAST_EXAMPLES
     run_state_machine_as_test(
-        lambda: ShardsMachine(host), settings=settings(max_examples=num_examples, stateful_step_count=12)
+        lambda: ShardsMachine(host),
+        # Shrinking would replay races that do not come again, for minutes.
+        settings=settings(max_examples=num_examples, stateful_step_count=12, phases=[Phase.generate]),
     )
