@@ -33,6 +33,7 @@ class CallChannel:
         self._connections = connections
         self._on_lost = on_lost
         self._transports: list[asyncio.Transport] = []
+        self._unsent: list[bytes] = []
 
     async def open(self, receive: Receive) -> None:
         """Starts to receive; messages that arrived before are delivered now."""
@@ -43,20 +44,27 @@ class CallChannel:
             self._transports.append(transport)
 
     def send(self, header: Sequence[Any], content: bytes = b"") -> None:
-        """Sends a message to every connected rank. Returns at once; what the network does not take yet is queued."""
+        """Sends a message to every connected rank. Returns at once."""
         head = json.dumps(header, separators=(",", ":")).encode()
         lengths = len(head).to_bytes(_LENGTH_BYTES, "big") + len(content).to_bytes(_LENGTH_BYTES, "big")
-        frame = b"".join((lengths, head, content))
-        for transport in self._transports:
-            transport.write(frame)
+        if not self._unsent:
+            # What follows within this turn of the event loop leaves with it: one wake-up on the other side.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent += lengths, head, content
 
     def close(self) -> None:
         """Closes the connections, after what is queued has been sent: no loss for the others. A second call does
         nothing."""
         self.send(_CLOSING)
+        self._flush()
         transports, self._transports = self._transports, []
         for transport in transports:
             transport.close()
+
+    def _flush(self) -> None:
+        data, self._unsent = b"".join(self._unsent), []
+        for transport in self._transports:
+            transport.write(data)
 
     def _report_loss(self, rank: int) -> None:
         if self._transports:

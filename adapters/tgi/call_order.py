@@ -248,7 +248,7 @@ class LeadingOrder(CallOrder):
             raise UnavailableError("the server has stopped; send requests elsewhere")
         self._channel.send(("turn", call.number))
         call.num_turns += 1
-        return await asyncio.shield(asyncio.wrap_future(self._step_loop.submit(job)))
+        return await asyncio.wrap_future(self._step_loop.submit(job))
 
     def _begin(self, method: str, content: bytes, metadata: Metadata) -> OrderedCall:
         if self._is_stopped:
@@ -335,7 +335,7 @@ class FollowingOrder(CallOrder):
         ordered = self._job(call, call.num_given_jobs)
         call.num_given_jobs += 1
         ordered.job.set_result(job)
-        return await asyncio.shield(asyncio.wrap_future(ordered.result))
+        return await asyncio.wrap_future(ordered.result)
 
     def close(self) -> None:
         super().close()
@@ -427,7 +427,7 @@ class FollowingOrder(CallOrder):
             self._forget(call)
 
     def _forget(self, call: OrderedCall) -> None:
-        if self._calls.pop(call.number, None):
+        if self._calls.pop(call.number, None) and not call.is_claimed:
             asyncio.get_running_loop().call_later(self._claim_timeout_s, self._drop, call)
 
     def _drop(self, call: OrderedCall) -> None:
