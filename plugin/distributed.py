@@ -1,8 +1,9 @@
 """Shards, the processes that serve one model together: how they join, agree on numbers, and end.
 
-Every shard runs the same calls in the same order (a router sends each call to all), schedules for itself, and computes
-its part of every layer; collectives inside the model combine the parts. So all shards must make the same decisions:
-they agree here on numbers that could differ (memory, seeds), and compare their decisions at each step.
+Every shard runs the same calls in the same order, schedules for itself, and computes its part of every layer;
+collectives inside the model combine the parts. So all shards must make the same decisions: they agree here on numbers
+that could differ (memory, seeds), and compare their decisions at each step. Whoever takes calls in gives them one
+order, over `ShardGroup.call_connections`.
 """
 
 from __future__ import annotations
