@@ -102,7 +102,8 @@ class Backend(Protocol):
 
         On a device with its own memory it first runs the largest step, so that no later step runs out of memory. May be
         called again while no request is live; the cache is empty after that. Lengths that are asked for are reported
-        unchanged or refused; `pagedkv.plugin.limits` resolves the others.
+        unchanged or refused; `pagedkv.plugin.limits` resolves the others. After an error the backend serves what it
+        served before, with an empty cache at the most.
 
         Raises:
             CapacityError: one request of the limits does not fit into the budget.

@@ -69,7 +69,7 @@ class BatchRunner:
         self._batches = BatchTable()
         self._capacity: Capacity | None = None
         self.is_warm = False
-        """Whether the last warm-up succeeded."""
+        """Whether a warm-up has succeeded, and none is running."""
 
     @property
     def num_requests(self) -> int:
@@ -77,15 +77,19 @@ class BatchRunner:
         return self._batches.num_requests
 
     def warm_up(self, limits: WarmupLimits) -> Capacity:
-        """Warms the backend up. Raises RequestError if requests are live, and the errors of `Backend.warmup`."""
+        """Warms the backend up. Raises RequestError if requests are live, and the errors of `Backend.warmup`.
+
+        After an error what was warmed up before still is.
+        """
         if self._batches.num_requests:
             raise RequestError(f"{self._batches.num_requests} requests are live; clear them before a warm-up")
         self.is_warm = False
-        capacity = self._backend.warmup(limits)
-        self._capacity = capacity
-        self.is_warm = True
+        try:
+            self._capacity = self._backend.warmup(limits)
+        finally:
+            self.is_warm = self._capacity is not None
         self._report_change()
-        return capacity
+        return self._capacity
 
     def prefill(self, batch_id: int, requests: Sequence[LiveRequest | EarlyEnd], running_id: int | None) -> StepResult:
         """Adds a new batch and runs a step over it, together with a running batch if one is named.

@@ -80,7 +80,6 @@ class ContiguousBackend:
         if self.has_unfinished():
             raise UnavailableError("the cache can't be sized while requests are running; end them first")
         resolved = resolve_limits(limits, self._config, model.spec, can_chunk_prefill=self._info.can_chunk_prefill)
-        self._capacity = None
         activation_bytes = measure_prefill(
             model,
             self._sampler,

@@ -54,6 +54,7 @@ class Pool:
     cache: CacheManager
     scheduler: Scheduler
     limits: ResolvedLimits
+    num_blocks: int
 
 
 class PagedBackend:
@@ -111,17 +112,20 @@ class PagedBackend:
         if self._sequences:
             raise UnavailableError("the cache can't be sized while requests are running; end them first")
         resolved = resolve_limits(limits, self._config, self._model.spec, can_chunk_prefill=self.info.can_chunk_prefill)
-        self._pool = None
-        with self._agreement.warming_up():
-            num_blocks = self._size_pool(resolved)
-            self._executor.allocate(num_blocks)
-            self._executor.prepare_decodes(self._config.graph_batch_sizes, resolved.max_total_tokens)
-            self._agree_on_padded_decodes()
-        self._pool = self._make_pool(num_blocks, resolved.fit(num_blocks * self._config.cache.block_size))
-        if self._kv_event_listener is not None:
-            self._kv_event_listener.on_cleared()
-            self.set_kv_event_listener(self._kv_event_listener)
-        return self._describe_capacity(num_blocks, self._pool.limits)
+        previous, self._pool = self._pool, None
+        try:
+            with self._agreement.warming_up():
+                num_blocks = self._size_pool(resolved)
+                fitting = resolved.fit(num_blocks * self._config.cache.block_size)
+                self._install_pool(num_blocks, fitting, resolved.max_total_tokens)
+        except ShardError:
+            raise
+        except Exception:
+            if previous is not None:
+                with self._agreement.warming_up():
+                    self._install_pool(previous.num_blocks, previous.limits, previous.limits.max_total_tokens)
+            raise
+        return self._describe_capacity(num_blocks, fitting)
 
     def add(self, requests: Sequence[Request]) -> None:
         pool = self._require_pool()
@@ -254,6 +258,15 @@ class PagedBackend:
             max_num_blocks=blocks_per_request * self._config.scheduler.max_num_sequences,
         )
 
+    def _install_pool(self, num_blocks: int, limits: ResolvedLimits, max_graph_tokens: int) -> None:
+        self._executor.allocate(num_blocks)
+        self._executor.prepare_decodes(self._config.graph_batch_sizes, max_graph_tokens)
+        self._agree_on_padded_decodes()
+        self._pool = self._make_pool(num_blocks, limits)
+        if self._kv_event_listener is not None:
+            self._kv_event_listener.on_cleared()
+            self.set_kv_event_listener(self._kv_event_listener)
+
     def _make_pool(self, num_blocks: int, limits: ResolvedLimits) -> Pool:
         config = self._config
         cache = load_plugin(CACHE_MANAGERS, config.cache.manager).create(
@@ -265,7 +278,7 @@ class PagedBackend:
         num_tokens = num_blocks * config.cache.block_size
         settings = replace(config.scheduler, max_step_tokens=limits.max_step_tokens)
         scheduler = load_plugin(SCHEDULERS, settings.name).create(settings, cache, num_tokens)
-        return Pool(cache, scheduler, limits)
+        return Pool(cache, scheduler, limits, num_blocks)
 
     def _describe_capacity(self, num_blocks: int, limits: ResolvedLimits) -> Capacity:
         config = self._config.cache

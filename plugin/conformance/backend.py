@@ -210,8 +210,11 @@ class BackendConformance:
         ids=["more than the model can", "no room for output"],
     )
     def test_warmup_refuses_lengths_that_can_not_be_kept(self, backend: Backend, limits: WarmupLimits) -> None:
+        before = run(backend, [make_request(0, self.prompts[1])])
         with pytest.raises(CapacityError):
             backend.warmup(limits)
+        after = run(backend, [make_request(0, self.prompts[1])])
+        assert token_ids(after[RequestId(0)]) == token_ids(before[RequestId(0)]), "it serves as it did before"
         backend.warmup(WarmupLimits())
 
     def test_prompts_that_are_not_chunked_stay_within_a_step(self, backend: Backend) -> None:

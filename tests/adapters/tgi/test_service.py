@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
-from pagedkv.plugin.errors import StepError
+from pagedkv.plugin.errors import CapacityError, StepError
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -254,6 +254,16 @@ class TestStartUp:
         with serving(make_backend(requires_padding=True), make_tokenizer(), tmp_path) as served:
             answer = served.wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=64))
             assert not answer.HasField("max_supported_total_tokens")
+
+    def test_a_warm_up_that_fails_leaves_health_and_limits_as_they_were(self, wire, backend):
+        def fail(limits):
+            raise CapacityError("too little memory")
+
+        backend.warmup = fail
+        code, details = wire.refused(lambda: wire.stub.Warmup(pb.WarmupRequest(max_prefill_tokens=64)))
+        assert (code, details) == (INVALID, "too little memory")
+        wire.health()
+        assert wire.finish(wire.prefill(1, wire.request(1, "a" * 253, 4))) == {1: "bcd"}
 
     def test_warm_up_is_refused_while_requests_are_live(self, wire):
         wire.prefill(1, wire.request(1, "a"))

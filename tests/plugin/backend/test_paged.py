@@ -361,6 +361,20 @@ def test_warmup_answers_the_limits_asked_for_and_refuses_those_that_do_not_fit(m
         backend.warmup(WarmupLimits(max_input_tokens=100, max_total_tokens=100))
 
 
+def test_a_warmup_that_fails_leaves_the_pool_of_the_one_before(make_backend: Any, token_model: TokenModel) -> None:
+    backend = make_backend(num_blocks=64)
+    backend.warmup(WarmupLimits(max_input_tokens=500, max_total_tokens=1000))
+    prompt = make_prompt(30, seed=1)
+    for limits in (WarmupLimits(max_total_tokens=1025), WarmupLimits(max_total_tokens=10_000)):
+        with pytest.raises(CapacityError):
+            backend.warmup(limits)
+        assert backend.stats().num_total_blocks == 64
+        outputs = run(backend, [make_request(0, prompt, 50)])
+        assert token_ids(outputs[0]) == token_model.continue_greedily(prompt, 50)
+        with pytest.raises(CapacityError, match="limit"):
+            backend.add([make_request(0, make_prompt(501, seed=1), 1)])
+
+
 def test_warmup_is_refused_while_requests_are_live_and_empties_the_cache_otherwise(make_backend: Any) -> None:
     backend = make_backend()
     prompt = make_prompt(64)
