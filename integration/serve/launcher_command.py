@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,9 +47,7 @@ def configure(flags: ServeFlags, environ: Mapping[str, str]) -> Config:
     Raises:
         ConfigError: a flag or a variable is not supported (the message lists all of them), or has a bad value.
     """
-    refused = flags.refused() + find_refusals(environ)
-    if refused:
-        raise ConfigError("the launcher asks for what this server can't do: " + " | ".join(refused))
+    _refuse(flags.refused() + find_refusals(environ))
 
     from pagedkv.plugin.config import ENVIRONMENT_PREFIX, load_config
 
@@ -57,6 +55,11 @@ def configure(flags: ServeFlags, environ: Mapping[str, str]) -> Config:
         ENVIRONMENT_PREFIX + key.replace(".", "_").upper(): value for key, value in translate_variables(environ).items()
     }
     return load_config(None, flags.overrides(), {**translated, **environ})
+
+
+def _refuse(reasons: Sequence[str]) -> None:
+    if reasons:
+        raise ConfigError("the launcher asks for what this server can't do: " + " | ".join(reasons))
 
 
 def read_shard(environ: Mapping[str, str], sharded: bool) -> tuple[int, int]:
@@ -150,6 +153,8 @@ def download_weights(
     from pagedkv.integration.serve.weights import ensure_weights
     from pagedkv.plugin.config import load_config
 
+    # Before a long download: the shards, which are started after it, would refuse these.
+    _refuse(find_refusals(os.environ))
     allow_pickle = load_config().model.allow_pickle
     directory = ensure_weights(model_id, extension, revision, with_code=trust_remote_code, allow_pickle=allow_pickle)
     warn_of_hidden_template(directory, model_id, os.environ)

@@ -132,6 +132,16 @@ class TestShim:
         assert line == f"text-generation-server: {record['text']}"
         assert record["record"]["level"] == {"name": "ERROR"}
 
+    def test_what_shards_would_refuse_is_refused_before_a_download(self, shim: Path, tmp_path: Path) -> None:
+        for variables, text in (
+            ({"LORA_ADAPTERS": "some/adapter"}, "LORA_ADAPTERS=some/adapter: adapters can't be loaded yet"),
+            ({"PAGEDKV_CACHE_BLOKSIZE": "8"}, "unknown environment variable PAGEDKV_CACHE_BLOKSIZE"),
+        ):
+            command = [shim, "download-weights", str(tmp_path), "--merge-lora"]
+            done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+            assert done.returncode == 1
+            assert text in done.stderr
+
     def test_a_flag_that_is_unknown_ends_it_without_a_frame(self, shim: Path, tmp_path: Path) -> None:
         done = subprocess.run([shim, "serve", str(tmp_path), "--no-such"], capture_output=True, text=True)
         assert done.returncode == 2
@@ -142,7 +152,7 @@ class TestShim:
 def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
     launched: Callable[..., Any], demo_model: Path
 ) -> None:
-    with launched(demo_model, {}) as (shard,):
+    with launched(demo_model, {"PAGEDKV_PORT": "tcp://10.0.0.1:80", "PAGEDKV_SERVICE_HOST": "10.0.0.1"}) as (shard,):
         assert stat.S_IMODE(shard.socket_path.stat().st_mode) == 0o600
         assert shard.health_fault() == "the server is not warmed up yet"
         _start_as_a_router_does(shard)
@@ -156,7 +166,9 @@ def test_launcher_s_shard_comes_up_answers_the_recorded_traces_and_drains(
     assert shard.errors.read_text() == ""
     records = [json.loads(line) for line in shard.lines]
     assert {record["record"]["level"]["name"] for record in records} <= {"INFO", "WARNING"}
-    assert any("resolved config" in record["text"] for record in records)
+    texts = [record["text"] for record in records]
+    assert any("resolved config" in text for text in texts)
+    assert any(text.endswith("are ignored: PAGEDKV_PORT, PAGEDKV_SERVICE_HOST") for text in texts)
 
 
 def _start_as_a_router_does(shard: Any) -> None:
@@ -185,11 +197,17 @@ def _check_trace(shard: Any, trace: str) -> None:
 def _check_that_faulty_requests_hurt_no_one(shard: Any) -> None:
     running = shard.prefill(1, "The capital of France is", 4)
     invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
-    assert shard.code_of(lambda: shard.prefill(2, "", 4)) == invalid
-    assert shard.code_of(lambda: shard.prefill(2, "too much", 0)) == invalid
-    assert shard.code_of(lambda: shard.prefill(2, "too much", 2**31)) == invalid
+    for text, reason in (("", "the prompt has no text"), ("x" * 10_000_000, "")):
+        refused = shard.prefill(2, text, 4)
+        assert not refused.HasField("batch")
+        (generation,) = refused.generations
+        assert reason in generation.generated_text.text
+        assert generation.generated_text.finish_reason == pb.FINISH_REASON_EOS_TOKEN
+    (clamped,) = shard.prefill(2, "nothing", 0).generations
+    assert clamped.generated_text.generated_tokens == 1
+    endless = shard.prefill(2, "too much", 2**31).batch
+    shard.call("ClearCache", pb.ClearCacheRequest(id=endless.id))
     assert shard.code_of(lambda: shard.prefill(1, "again", 4)) == invalid
-    assert shard.code_of(lambda: shard.prefill(2, "x" * 10_000_000, 4)) == invalid
     assert shard.code_of(lambda: shard.call("Decode", pb.DecodeRequest(batches=[pb.CachedBatch(id=9)]))) == missing
     while running.HasField("batch"):
         running = shard.call("Decode", pb.DecodeRequest(batches=[running.batch]))
