@@ -16,14 +16,9 @@ from google.protobuf.message import Message
 from pagedkv.adapters.rpc.calls import Context
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.call_channel import CallChannel
-from pagedkv.adapters.tgi.call_order import (
-    CallContext,
-    FollowingOrder,
-    LeadingOrder,
-    Metadata,
-    OrderedStepLoop,
-    RunMethod,
-)
+from pagedkv.adapters.tgi.call_order import CallContext, Metadata, OrderedStepLoop, RunMethod
+from pagedkv.adapters.tgi.following_order import FollowingOrder
+from pagedkv.adapters.tgi.leading_order import LeadingOrder
 from pagedkv.adapters.tgi.service import GenerationService
 from pagedkv.plugin.distributed import ShardGroup
 from pagedkv.plugin.interface import Capacity, WarmupLimits
