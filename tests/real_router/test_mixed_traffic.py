@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 
 import pytest
 
@@ -22,7 +21,7 @@ def test_mixed_traffic_goes_well(
     traffic = MixedTraffic(deployment, reference, int(os.environ.get(SEED_VARIABLE, "0")))
     summary = traffic.run(float(os.environ.get(DURATION_VARIABLE, "15")))
     with capsys.disabled():
-        print("\n" + json.dumps(asdict(summary)))
+        print("\n" + json.dumps(vars(summary)))
     assert summary.faults == []
     assert summary.num_blocks_left == 0
     assert min(summary.num_probes, summary.num_health_checks) > 0
