@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -21,13 +20,19 @@ LIMIT_FLAGS = ("--max-input-tokens", str(MAX_INPUT_TOKENS), "--max-total-tokens"
 SETTINGS = {"PAGEDKV_CACHE_NUM_BLOCKS": str(NUM_BLOCKS)}
 
 
+TIMEOUT_S = 1800
+"""Of a test: a start takes minutes where other work has the cores."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get(PROGRAMS_VARIABLE):
-        return
     skip = pytest.mark.skip(reason=f"{PROGRAMS_VARIABLE} names no folder with {LAUNCHER} and {ROUTER}")
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if not os.environ.get(PROGRAMS_VARIABLE):
             item.add_marker(skip)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +49,9 @@ def launch() -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def tiny_model(save_tiny_llama: Callable[..., Path]) -> Path:
-    """Random, float32, 4 query and 2 KV heads, 16384 positions, with the demo model's tokenizer and a chat template
-    where the router looks for one. The heads have a size for which the launcher leaves prefix caching on."""
-    model = save_tiny_llama(max_position_embeddings=16384, head_dim=64)
-    tokenizer_config = json.loads((model / "tokenizer_config.json").read_text())
-    tokenizer_config["chat_template"] = (model / "chat_template.jinja").read_text()
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    return model
+    """Random, float32, 4 query and 2 KV heads, 16384 positions, with the demo model's tokenizer and chat template. The
+    heads have a size for which the launcher leaves prefix caching on."""
+    return save_tiny_llama(max_position_embeddings=16384, head_dim=64)
 
 
 @pytest.fixture(scope="session", autouse=True)

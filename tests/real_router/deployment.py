@@ -23,9 +23,11 @@ from pagedkv.integration.serve.launcher_shim import SHIM_NAME, write_shim
 
 PROGRAMS_VARIABLE = "PAGEDKV_ROUTER_PROGRAMS"
 LAUNCHER, ROUTER = "text-generation-launcher", "text-generation-router"
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 END_TIMEOUT_S = 150
-_POLL_S = 0.05
+_POLL_S = 0.1
+_HTTP = httpx2.Client(timeout=30, trust_env=False, verify=False)
+"""One for all: each of its own would read the system's certificates first."""
 _LOG_TAIL_CHARS = 6000
 _ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
 _SYSTEM_PATH = "/usr/bin:/bin"
@@ -77,7 +79,7 @@ class Deployment:
 
     def metric(self, name: str, rank: int = 0, **labels: str) -> float:
         """Sum of a metric's samples that carry the labels, from a scrape of a shard."""
-        text = httpx2.get(self.metrics_urls[rank], timeout=30).text
+        text = _HTTP.get(self.metrics_urls[rank]).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
@@ -255,7 +257,7 @@ def _kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
 def _wait_until_healthy(deployment: Deployment) -> None:
     def is_healthy() -> bool:
         try:
-            return httpx2.get(f"{deployment.url}/health", timeout=30).status_code == httpx2.codes.OK
+            return _HTTP.get(f"{deployment.url}/health").status_code == httpx2.codes.OK
         except httpx2.TransportError:
             return False
 

@@ -77,7 +77,11 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self._http = httpx2.AsyncClient(
-            base_url=url, timeout=TIMEOUT_S, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+            base_url=url,
+            timeout=TIMEOUT_S,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+            verify=False,
         )
 
     async def __aenter__(self) -> Client:
