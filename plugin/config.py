@@ -175,7 +175,7 @@ class ServerSection(_Section):
     cache_salt_metadata_key: str = Field(
         "",
         description="Key of the call metadata in which trusted infrastructure names the tenant of a Prefill: prompts "
-        "of one tenant then never hit another's prefixes. Empty is off.",
+        "of one tenant then never hit another's prefixes, and those of a call without it hit nothing. Empty is off.",
     )
     cached_tokens_trailer: bool = Field(
         True,

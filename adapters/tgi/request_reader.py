@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ _MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
 """Of temperature and repetition penalty: a score times or divided by it is still a finite number of 32 bits. A number
 that a client's JSON has beyond 32 bits arrives as infinity, and means "as much as possible"."""
 _MAX_FREQUENCY_PENALTY = 2.0
+_PRIVATE_SALT_BYTES = 16
 
 
 class RequestReader:
@@ -46,15 +48,20 @@ class RequestReader:
     def read(
         self,
         batch: pb.Batch,
-        namespace: CacheNamespace,
+        namespace: CacheNamespace | None,
         trace_context: Mapping[str, str],
         arrived_s: float,
     ) -> list[LiveRequest | EarlyEnd]:
-        """Returns the requests in their order, all in one namespace of the cache; a refused one is an `EarlyEnd`."""
+        """Returns the requests in their order; a refused one is an `EarlyEnd`.
+
+        Args:
+            namespace: of the cache, for all of them; None gives each one of its own, which nobody else can hit.
+        """
 
         def read_one(message: pb.Request) -> LiveRequest | EarlyEnd:
             try:
-                return self._make_live(to_request(message, self._encoder, namespace), trace_context, arrived_s)
+                own = CacheNamespace(salt=secrets.token_hex(_PRIVATE_SALT_BYTES)) if namespace is None else namespace
+                return self._make_live(to_request(message, self._encoder, own), trace_context, arrived_s)
             except Exception as error:
                 return refuse(RequestId(message.id), error)
 

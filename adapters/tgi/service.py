@@ -293,14 +293,15 @@ class GenerationService:
             self._loop.post(lambda: self._runner.clear(batch_ids))
             raise
 
-    def _read_namespace(self, context: Context) -> CacheNamespace:
-        """Returns the cache namespace of a call's prompts. Raises RequestError if its metadata is ambiguous."""
+    def _read_namespace(self, context: Context) -> CacheNamespace | None:
+        """Returns the cache namespace of a call's prompts; None where each has its own, because nobody says whose they
+        are. Raises RequestError if the metadata is ambiguous."""
         if not self._cache_salt_metadata_key:
             return SHARED_NAMESPACE
         salts = [value for key, value in context.invocation_metadata() or () if key == self._cache_salt_metadata_key]
         if len(salts) > 1:
             raise RequestError(f"the metadata has {self._cache_salt_metadata_key} {len(salts)} times; send it once")
-        return CacheNamespace(salt=str(salts[0]) if salts else "")
+        return CacheNamespace(salt=str(salts[0])) if salts and salts[0] else None
 
 
 def _log_capacity(info: BackendInfo, capacity: Capacity) -> None:

@@ -58,8 +58,23 @@ def test_a_tenant_finds_its_own_prompts_and_no_other_s(cached_tokens):
     assert cached_tokens(a, b, a, b) == [0, 0, NUM_FINDABLE_TOKENS, NUM_FINDABLE_TOKENS]
 
 
-def test_calls_without_a_tenant_share_among_themselves_alone(cached_tokens):
-    assert cached_tokens(((KEY, "a"),), (), ()) == [0, 0, NUM_FINDABLE_TOKENS]
+def test_prompts_of_calls_without_a_tenant_are_private(cached_tokens):
+    assert cached_tokens(((KEY, "a"),), (), (), ((KEY, ""),), ((KEY, ""),)) == [0] * 5
+
+
+def test_prompts_of_one_call_without_a_tenant_are_private_too(serving, make_tokenizer, paged_backend, tmp_path):
+    with serving(paged_backend, make_tokenizer(), tmp_path, cache_salt_metadata_key=KEY) as served:
+        running = served.wire.prefill(1, served.wire.request(1, PROMPT, 2), served.wire.request(2, PROMPT, 2))
+        served.wire.finish(running)
+    assert paged_backend.stats().prefix_cache_hit_tokens == 0
+
+
+def test_the_count_of_cached_tokens_can_be_kept_from_clients(serving, make_tokenizer, backend, tmp_path):
+    for told in (True, False):
+        with serving(backend, make_tokenizer(), tmp_path, cached_tokens_trailer=told) as served:
+            batch = pb.Batch(id=1, requests=[served.wire.request(1, PROMPT, 1)])
+            _, call = served.wire.stub.Prefill.with_call(pb.PrefillRequest(batch=batch))
+            assert bool([key for key, _ in call.trailing_metadata() if key == "pagedkv-cached-tokens"]) == told
 
 
 def test_metadata_is_not_looked_at_unless_the_config_names_a_key(cached_tokens):
