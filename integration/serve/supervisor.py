@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _STANDARD_ERROR = 2
-_END_TOGETHER_S = 5.0
-"""How long the other shards may take to end by themselves, before they are asked to."""
+_DRAINED_END_S = 30.0
+"""How long the others may take to end by themselves after one that has drained, before they are asked to."""
+_FAILED_END_S = 5.0
+"""The same after one that has failed."""
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 15.0
 """How long the other shards may take to end after one has ended. After that they are killed."""
@@ -93,12 +95,14 @@ class ShardProcesses:
                     return process.returncode
             time.sleep(_POLL_S)
 
-    def stop(self) -> list[int]:
+    def stop(self, grace_s: float = 0.0) -> list[int]:
         """Ends the shards that still run; kills those that do not end in time. Returns all exit codes, by rank.
 
-        Shards end together by themselves: one that was asked to drain a second time would drop its requests.
+        Args:
+            grace_s: how long they may take to end by themselves, as shards do, before they are asked to. One that is
+                asked a second time ends at once.
         """
-        self._wait(time.monotonic() + _END_TOGETHER_S)
+        self._wait(time.monotonic() + grace_s)
         if not self._is_stop_asked:
             self.terminate()
         self._wait(time.monotonic() + _STOP_TIMEOUT_S)
@@ -147,6 +151,7 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_find_free_port()), **os.environ}
     shards = ShardProcesses()
     codes: list[int] = []
+    grace_s = 0.0
     with _forwarded_signals(shards):
         try:
             for rank in range(num_shards):
@@ -155,8 +160,9 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
             if summaries is not None:
                 announce(_join_summaries(summaries))
             codes = [shards.wait_for_first_end()]
+            grace_s = _FAILED_END_S if codes[0] else _DRAINED_END_S
         finally:
-            codes += shards.stop()
+            codes += shards.stop(grace_s)
     return shards.find_exit_code(codes)
 
 

@@ -46,7 +46,8 @@ time.sleep(60)
 @pytest.fixture
 def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command of a shard; arguments say what each rank does."""
-    monkeypatch.setattr(supervisor, "_END_TOGETHER_S", 1.0)
+    monkeypatch.setattr(supervisor, "_DRAINED_END_S", 1.0)
+    monkeypatch.setattr(supervisor, "_FAILED_END_S", 1.0)
     script = tmp_path / "shard.py"
     script.write_text(SHARD)
     return [sys.executable, str(script)]
