@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
@@ -267,3 +268,20 @@ class TestOwnClient:
     def test_a_refused_request_raises(self, serve, refusal_text, word):
         with serve(refusal_text=refusal_text) as served, pytest.raises(RequestError, match=word):
             served.call(self.generate(served.target, "", SamplingParams(max_new_tokens=3)))
+
+
+def test_in_a_drain_new_requests_beside_a_running_batch_end_alone_and_the_batch_goes_on(serve, alone, heard):
+    with serve() as served:
+        wire = served.wire
+        streams = Streams(wire)
+        served.server.service.begin_drain()
+        with pytest.raises(grpc.RpcError):
+            wire.health()
+        for i in (10, 11):
+            text = streams.run_beside(i, wire.request(i, "a", 5)).generated_text.text
+            assert text == "The request was refused: the server is draining; send new requests elsewhere"
+        code, _ = wire.refused(lambda: wire.prefill(12, wire.request(12, "a", 5)))
+        assert code is grpc.StatusCode.UNAVAILABLE, "with no running batch to lose, a client is told to go elsewhere"
+        assert streams.finish() == alone
+        assert served.call(served.server.drain(5))
+    assert heard.refusals == [Refusal.DRAINING] * 3
