@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.server import GenerationServer
-from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import ServerSection, load_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import Backend
-from pagedkv.plugin.registry import BACKENDS, KERNELS, MODELS, load_plugin
+from pagedkv.plugin.registry import BACKENDS, MODELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.stats import BackendStats
 
@@ -30,10 +29,8 @@ from .double.shards import Shards
 from .double.streams import Ending, Stream
 from .double.validation import Ask, RouterFlags
 from .recordings.checker import check_recording
+from .token_server import EOS_ID, TOKENIZER, VOCAB_SIZE, make_paged_backend
 
-VOCAB_SIZE = 97
-EOS_ID = 0
-FIRST_CHARACTER = 0x100
 NUM_STREAMS = 240
 NUM_PROMPTS = 60
 PREFIX_TOKENS = 20
@@ -46,26 +43,6 @@ MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS = 63, 103
 
 Oracle = dict[tuple[int, ...], list[int]]
 """The right LONG_OUTPUT_TOKENS tokens after each prompt of a workload."""
-
-
-class CharacterTokenizer:
-    """Each id is one character, so that text and ids say the same."""
-
-    all_special_ids = (EOS_ID,)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [(ord(character) - FIRST_CHARACTER) % VOCAB_SIZE for character in text]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join(
-            chr(token_id + FIRST_CHARACTER) for token_id in token_ids if token_id != EOS_ID or not skip_special_tokens
-        )
-
-    def apply_chat_template(self, messages: Sequence[Any]) -> str:
-        raise NotImplementedError
-
-
-TOKENIZER = CharacterTokenizer()
 
 
 class Faults:
@@ -104,18 +81,16 @@ class Setup:
 
 
 def _paged(num_blocks: int, overcommit: int) -> Setup:
+    faults = Faults()
+    model = FaultyTokenModel(faults)
     keys = {
-        "model.path": "none",
         "cache.num_blocks": num_blocks,
         "cache.overcommit": overcommit,
         "limits.max_total_tokens": MAX_TOTAL_TOKENS,
         "scheduler.max_step_tokens": 64,
         "scheduler.max_num_sequences": 16,
     }
-    faults = Faults()
-    model = FaultyTokenModel(faults)
-    config = resolve_config(load_config(None, keys, {}), model.spec)
-    backend = PagedBackend(config, model, load_plugin(KERNELS, "reference").create(torch.device("cpu")))
+    backend = make_paged_backend(model, keys)
     return Setup(
         backend, faults, lambda prompts: [model.continue_greedily(prompt, LONG_OUTPUT_TOKENS) for prompt in prompts]
     )

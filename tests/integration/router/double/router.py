@@ -107,6 +107,10 @@ class Router:
             self._is_well = True
         return self._is_well
 
+    def doubt_health(self) -> None:
+        """As after an error: the next health check is a Prefill."""
+        self._is_well = False
+
     @property
     def running(self) -> list[tuple[pb.CachedBatch, list[Entry]]]:
         """The batches that the next call names, and who lives in them."""
