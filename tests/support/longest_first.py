@@ -1,8 +1,9 @@
 """Spreads tests over the workers of pytest-xdist: what takes longest starts first, what shares fixtures stays together.
 
 Work is handed out in units. A unit is a test file, unless `tests/durations.json` names a folder around it
-("tests/x/", whose files share an expensive fixture) or a part of it ("tests/x/test_y.py::test_z", where a long file's
-tests share none). The file says how many seconds each unit took; `--record-durations` writes it anew.
+("tests/x/", whose files share an expensive fixture), a part of it ("tests/x/test_y.py::test_z") or each of its tests
+("tests/x/test_y.py::*"), where a long file's tests share none. The file says how many seconds each unit took;
+`--record-durations` writes it anew.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -36,16 +38,18 @@ class Units:
     def read(cls) -> Units:
         return cls(json.loads(DURATIONS_FILE.read_text()) if DURATIONS_FILE.exists() else {})
 
+    def entry_of(self, nodeid: str) -> str:
+        """The narrowest name in the durations that the test lies in; its file's where there is none."""
+        file = nodeid.partition("::")[0]
+        return next((name for name in _names_around(nodeid) if name in self.seconds), file)
+
     def name_of(self, nodeid: str) -> str:
-        """The widest name in the durations that the test lies in; its file's where there is none."""
-        for name in _names_around(nodeid):
-            if name in self.seconds:
-                return name
-        return nodeid.partition("::")[0]
+        entry = self.entry_of(nodeid)
+        return nodeid if entry.endswith("::*") else entry
 
     def expected_s(self, unit: str) -> float:
         """A unit that was never timed may be long: it starts first."""
-        return self.seconds.get(unit, float("inf"))
+        return self.seconds.get(self.entry_of(unit), float("inf"))
 
 
 def _names_around(nodeid: str) -> Iterator[str]:
@@ -55,6 +59,7 @@ def _names_around(nodeid: str) -> Iterator[str]:
     while "::" in name:
         yield name
         name = name.rpartition("::")[0]
+    yield f"{name}::*"
     yield name
     while "/" in name:
         name = name.rpartition("/")[0]
@@ -87,13 +92,17 @@ class _Recorder:
 
     def __init__(self) -> None:
         self._units = Units.read()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._by_unit: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[self._units.name_of(report.nodeid)] += report.duration
+        self._by_unit[self._units.name_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        seconds = {**self._units.seconds, **self._seconds}
+        seconds = dict(self._units.seconds)
+        by_entry: defaultdict[str, list[float]] = defaultdict(list)
+        for unit, unit_s in self._by_unit.items():
+            by_entry[self._units.entry_of(unit)].append(unit_s)
+        seconds.update({entry: mean(units_s) for entry, units_s in by_entry.items()})
         there = [unit for unit in seconds if (ROOT / unit.partition("::")[0]).exists()]
         rounded = {unit: round(seconds[unit], 1) for unit in there}
         longest_first = dict(sorted(rounded.items(), key=lambda unit: (-unit[1], unit[0])))
