@@ -24,6 +24,8 @@ from .idle import wait_until_nothing_is_held
 from .machine import FLAGS, SETTINGS, RouterMachine
 from .recordings.rules import RULES
 
+pytestmark = pytest.mark.slow
+
 NUM_EXAMPLES = {1: 70, 2: 30}
 NUM_EXAMPLES_BY_HAND = {1: 1200, 2: 800}
 NUM_STEPS = 12

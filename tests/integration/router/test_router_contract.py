@@ -16,7 +16,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
-from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.plugin.config import ServerSection, load_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import Backend
@@ -25,11 +24,10 @@ from pagedkv.plugin.resolved_config import resolve_config, resolve_model_setting
 from pagedkv.plugin.stats import BackendStats
 
 from .double.router import Router
-from .double.shards import Shards
 from .double.streams import Ending, Stream
 from .double.validation import Ask, RouterFlags
 from .recordings.checker import check_recording
-from .token_server import EOS_ID, TOKENIZER, VOCAB_SIZE, make_paged_backend
+from .token_server import EOS_ID, TOKENIZER, VOCAB_SIZE, make_paged_backend, serve_to_router
 
 NUM_STREAMS = 240
 NUM_PROMPTS = 60
@@ -271,7 +269,7 @@ async def _drive(router: Router, clients: list[Client]) -> None:
         for client in clients:
             client.go_on()
         turn += 1
-        has_health = turn % TURNS_BETWEEN_HEALTH == 0 and not router.wants_probe
+        has_health = turn % TURNS_BETWEEN_HEALTH == 0
         # A fault may hit a health Prefill too.
         has_turn, _ = await asyncio.gather(router.turn(), router.health() if has_health else asyncio.sleep(0))
         _check_running(router)
@@ -302,14 +300,12 @@ def one_thread() -> Iterator[None]:
 
 
 async def _serve(setup: Setup, clients: list[Client], flags: RouterFlags, server_config: ServerSection) -> Router:
-    async with GenerationServer(setup.backend, TOKENIZER, server_config) as server:
-        shards = Shards(server.targets[0])
-        router = Router(shards, TOKENIZER.encode, flags)
-        await router.start()
+    async with serve_to_router(setup.backend, server_config, flags) as (router, server):
         setup.faults.is_on = True
         await _drive(router, clients)
+        setup.faults.is_on = False
+        assert await router.health()
         assert server.service.num_requests == 0
-        await shards.close()
     return router
 
 

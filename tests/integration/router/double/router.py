@@ -117,15 +117,6 @@ class Router:
         batches = self._to_decode or ([] if self._running is None else [self._running])
         return [(b, [self._entries[id_] for id_ in b.request_ids if id_ in self._entries]) for b in batches]
 
-    @property
-    def wants_probe(self) -> bool:
-        """Whether the next health check is a Prefill."""
-        return not self._is_well
-
-    @property
-    def is_idle(self) -> bool:
-        return self._running is None and not self._to_decode and not self._queue.has_clients
-
     def _validate(self, ask: Ask, seed: int) -> ValidRequest:
         return validate(ask, seed, self._tokenize, self.flags, (self.told.max_input_tokens, self.told.max_total_tokens))
 
