@@ -60,7 +60,7 @@ def serve_tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Se
         arguments = [str(tiny_llama), "--uds-path", str(folder / "socket"), "--set", "model.device=cpu"]
         arguments += ["--num-shards", str(num_shards)] if num_shards > 1 else []
         arguments += [part for setting in settings for part in ("--set", setting)]
-        environ = {"OMP_NUM_THREADS": "1", "PAGEDKV_METRICS_LISTEN": "127.0.0.1:0"}
+        environ = {"OMP_NUM_THREADS": "1", "PAGEDKV_METRICS_LISTEN": "127.0.0.1:0", "PYTHONFAULTHANDLER": "1"}
         with child_server(arguments, folder / "log", environ=environ) as server:
             yield server
 

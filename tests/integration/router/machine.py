@@ -86,9 +86,10 @@ class RouterMachine(RuleBasedStateMachine):
         self._run(self._start_router(seed))
 
     async def _start_router(self, seed: int) -> None:
-        self._router = Router(Shards(self._target.target), type(self).tokenize, FLAGS, seed)
-        self._routers.append(self._router)
-        await self._router.start()
+        router = Router(Shards(self._target.target), type(self).tokenize, FLAGS, seed)
+        self._routers.append(router)
+        await router.start()
+        self._router = router
 
     @rule(
         prompt=st.sampled_from(PROMPTS), kind=st.sampled_from(sorted(KINDS)), max_new_tokens=st.sampled_from([2, 6, 20])
