@@ -17,6 +17,7 @@ Receive = Callable[[list[Any], bytes], None]
 """Called with the header and the bytes of each message, on the event loop."""
 
 _LENGTH_BYTES = 4
+_MAX_WAIT_S = 0.05
 _CLOSING = ["closing"]
 """Header of the last message of an end that closes in order."""
 
@@ -34,6 +35,8 @@ class CallChannel:
         self._on_lost = on_lost
         self._transports: list[asyncio.Transport] = []
         self._unsent: list[bytes] = []
+        self._is_flush_near = False
+        self._is_flush_planned = False
 
     async def open(self, receive: Receive) -> None:
         """Starts to receive; messages that arrived before are delivered now."""
@@ -43,14 +46,22 @@ class CallChannel:
             transport, _ = await loop.create_connection(make, sock=connection)
             self._transports.append(transport)
 
-    def send(self, header: Sequence[Any], content: bytes = b"") -> None:
-        """Sends a message to every connected rank. Returns at once."""
+    def send(self, header: Sequence[Any], content: bytes = b"", *, can_wait: bool = False) -> None:
+        """Sends a message to every connected rank, behind all before it. Returns at once.
+
+        Args:
+            can_wait: for the next message, or a moment: each wake-up costs the other side time.
+        """
         head = json.dumps(header, separators=(",", ":")).encode()
         lengths = len(head).to_bytes(_LENGTH_BYTES, "big") + len(content).to_bytes(_LENGTH_BYTES, "big")
-        if not self._unsent:
-            # What follows within this turn of the event loop leaves with it: one wake-up on the other side.
-            asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += lengths, head, content
+        if not can_wait and not self._is_flush_near:
+            # What follows within this turn of the event loop leaves with it.
+            self._is_flush_near = True
+            asyncio.get_running_loop().call_soon(self._flush)
+        elif can_wait and not self._is_flush_planned:
+            self._is_flush_planned = True
+            asyncio.get_running_loop().call_later(_MAX_WAIT_S, self._flush_late)
 
     def close(self) -> None:
         """Closes the connections, after what is queued has been sent: no loss for the others. A second call does
@@ -61,7 +72,14 @@ class CallChannel:
         for transport in transports:
             transport.close()
 
+    def _flush_late(self) -> None:
+        self._is_flush_planned = False
+        self._flush()
+
     def _flush(self) -> None:
+        self._is_flush_near = False
+        if not self._unsent:
+            return
         data, self._unsent = b"".join(self._unsent), []
         for transport in self._transports:
             transport.write(data)

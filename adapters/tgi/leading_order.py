@@ -78,7 +78,10 @@ class LeadingOrder(CallOrder):
 
     def _end(self, call: OrderedCall) -> None:
         self._running.discard(call)
-        self._channel.send(("end", call.number, call.is_claimed, *_describe_end(call)))
+        code, details = _describe_end(call)
+        # Elsewhere nobody waits to hear that a call went well.
+        can_wait = code == grpc.StatusCode.OK.name
+        self._channel.send(("end", call.number, call.is_claimed, code, details), can_wait=can_wait)
         if not call.is_claimed:
             self._log_unheard(call)
 
