@@ -42,7 +42,7 @@ class Queue:
     def __init__(self, info: pb.InfoResponse, max_batch_total_tokens: int) -> None:
         self._info = info
         self._entries: deque[Entry] = deque()
-        self._next_id = self._next_batch_id = 0
+        self.next_id = self._next_batch_id = 0
         self._allocator: Allocator | None = None
         if not info.requires_padding:
             num_blocks = max_batch_total_tokens // info.block_size
@@ -53,8 +53,8 @@ class Queue:
                 self._allocator = BlockList(num_blocks, info.block_size, window_size)
 
     def append(self, request: ValidRequest, stream: Stream) -> None:
-        self._entries.append(Entry(self._next_id, request, stream))
-        self._next_id += 1
+        self._entries.append(Entry(self.next_id, request, stream))
+        self.next_id += 1
 
     @property
     def has_clients(self) -> bool:

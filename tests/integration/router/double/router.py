@@ -50,9 +50,13 @@ class Router:
 
     async def start(self) -> Told:
         """What happens before the first request. Raises RouterEndsError where the real router would end."""
-        self.told = await connect(self.shards, self.flags)
-        self._queue = Queue(self.told.info, self.told.max_batch_total_tokens)
+        self.begin(await connect(self.shards, self.flags))
         return self.told
+
+    def begin(self, told: Told) -> None:
+        """The loop's beginning, with an empty queue."""
+        self.told = told
+        self._queue = Queue(told.info, told.max_batch_total_tokens)
 
     def recording(self) -> Recording:
         """All calls so far."""
@@ -106,6 +110,11 @@ class Router:
         else:
             self._is_well = True
         return self._is_well
+
+    @property
+    def next_id(self) -> int:
+        """Of the next request that enters the queue."""
+        return self._queue.next_id
 
     def doubt_health(self) -> None:
         """As after an error: the next health check is a Prefill."""
