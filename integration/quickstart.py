@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pagedkv.integration.cli.generate import StreamSummary, TextPrinter, render_chat, stream
 from pagedkv.integration.demo_model import ensure_demo_model
 from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.integration.serve.child_process import ChildServer, child_server
+from pagedkv.integration.stream_answer import StreamSummary, TextPrinter, render_chat, stream
 from pagedkv.plugin.errors import PagedKVError
 from pagedkv.plugin.requests import SamplingParams
 

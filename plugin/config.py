@@ -42,6 +42,9 @@ CONFIG_FILE_VARIABLE = "PAGEDKV_CONFIG"
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
+
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -200,7 +203,7 @@ class ServerSection(_Section):
         description="Requests of the SMG gateway that may run and wait together; more are told to come later, or to go "
         "elsewhere.",
     )
-    max_message_bytes: ByteSize = Field(ByteSize(64 * 2**20), description="Largest gRPC message.")
+    max_message_bytes: ByteSize = Field(ByteSize(DEFAULT_MAX_MESSAGE_BYTES), description="Largest gRPC message.")
     drain_timeout_s: float = Field(60.0, ge=0, description="How long SIGTERM waits for running requests.")
     stuck_step_timeout_s: float = Field(120.0, gt=0, description="Health fails when one step takes longer than this.")
     abandoned_batch_timeout_s: float = Field(

@@ -18,6 +18,7 @@ from pagedkv.adapters.tgi.answers import CACHED_TOKENS_METADATA, REFUSED_METADAT
 from pagedkv.adapters.tgi.convert import FINISH_REASONS, FinalText
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.status import read_error, read_refusal
+from pagedkv.plugin.config import DEFAULT_MAX_MESSAGE_BYTES
 from pagedkv.plugin.requests import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ _Response = TypeVar("_Response")
 KEEP_ALL_TOKENS = 2**32 - 1
 """Value of `truncate` that keeps the whole prompt."""
 
-_MAX_MESSAGE_BYTES = 64 * 2**20
 _CLEAR_TIMEOUT_S = 5.0
 _EMPTY_ANSWER_PAUSE_S = 0.002
 _FINISH_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
@@ -69,7 +69,7 @@ class GenerationClient:
     """
 
     def __init__(self, target: str, *, tls: ClientTls | None = None, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+        options = [("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES)]
         address = _resolve_target(target)
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)

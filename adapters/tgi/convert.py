@@ -10,6 +10,8 @@ from pagedkv.adapters.tgi.batches import BatchState
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.requests import FinishReason, Request, RequestId, StepOutput, TokenLogprob
 
+_MAX_UINT32 = 2**32 - 1
+
 FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.EOS_TOKEN: pb.FINISH_REASON_EOS_TOKEN,
@@ -133,8 +135,8 @@ def to_cached_batch(state: BatchState) -> pb.CachedBatch:
         id=state.id,
         request_ids=state.request_ids,
         size=len(state.request_ids),
-        max_tokens=min(state.max_tokens, 2**32 - 1),
-        current_tokens=min(state.current_tokens, 2**32 - 1),
+        max_tokens=min(state.max_tokens, _MAX_UINT32),
+        current_tokens=min(state.current_tokens, _MAX_UINT32),
     )
 
 
@@ -173,7 +175,7 @@ def to_warmup_response(request: pb.WarmupRequest, capacity: Capacity, info: Back
     """
     supported_tokens = max(capacity.max_cache_tokens + info.block_size, request.max_prefill_tokens)
     return pb.WarmupResponse(
-        max_supported_total_tokens=None if info.requires_padding else min(supported_tokens, 2**32 - 1),
+        max_supported_total_tokens=None if info.requires_padding else min(supported_tokens, _MAX_UINT32),
         max_input_tokens=capacity.max_input_tokens,
         max_total_tokens=capacity.max_total_tokens,
     )

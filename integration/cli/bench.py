@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from pagedkv.integration.cli.options import ConfigFile, Settings, parse_settings
+from pagedkv.integration.cli.options import ConfigFile, Settings, make_console, parse_settings
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pagedkv.integration.measure.benchmark.workloads import Arrivals
 
 STDOUT = "-"
-_MIN_TABLE_WIDTH = 150
-"""Least width of the printed table. In a narrower terminal lines wrap, which reads better than cut words."""
 
 
 class BenchCommand(typer.core.TyperCommand):
@@ -143,12 +141,10 @@ def _write(report: Report, plot: Path | None, html: Path | None, markdown: Path 
 
 
 def _print_table(report: Report) -> None:
-    from rich.console import Console
 
     from pagedkv.integration.measure.benchmark.report import make_table
 
-    console = Console()
-    Console(width=max(console.width, _MIN_TABLE_WIDTH)).print(make_table(report))
+    make_console().print(make_table(report))
     for name in report.engine_names():
         print(report.describe_engine(name))
 

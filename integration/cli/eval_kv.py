@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_settings
-
-_MIN_TABLE_WIDTH = 110
-"""Least width of the printed table. In a narrower terminal lines wrap, which reads better than cut words."""
+from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, make_console, parse_settings
 
 
 def eval_kv(
@@ -58,9 +55,6 @@ def eval_kv(
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        from rich.console import Console
-
-        console = Console()
-        Console(width=max(console.width, _MIN_TABLE_WIDTH)).print(make_table(report))
+        make_console().print(make_table(report))
     if plot:
         save_plot(report, plot)

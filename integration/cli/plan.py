@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, parse_settings
+from pagedkv.integration.cli.options import AsJson, ConfigFile, Settings, make_console, parse_settings
 from pagedkv.plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagedkv.integration.measure.plan.memory_plan import PlanRequest
 
 EXIT_DIFFERS = 1
-
-_MIN_TABLE_WIDTH = 110
-"""Least width of the printed table. In a narrower terminal lines wrap, which reads better than cut words."""
 
 
 def plan(
@@ -99,7 +96,7 @@ def _plan(
         if as_json:
             print(json.dumps(to_json(made)))
         else:
-            console = _make_console()
+            console = make_console()
             console.print(f"{made.facts.spec.architecture}: {model}", highlight=False)
             for note in notes(made):
                 console.print(f"• {note}", highlight=False, markup=False)
@@ -119,7 +116,7 @@ def _check(model: str | None, config: Path | None, overrides: dict[str, Any], as
     if as_json:
         print(json.dumps(result.to_json()))
     else:
-        console = _make_console()
+        console = make_console()
         console.print(make_table(result))
         for remark in result.remarks:
             console.print(f"• {remark}", highlight=False, markup=False)
@@ -132,10 +129,3 @@ def _explain(faults: list[str]) -> int:
 
     print(f"pagedkv: the plan is not true: {'; '.join(faults)}", file=sys.stderr)
     return EXIT_DIFFERS
-
-
-def _make_console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    return Console(width=max(console.width, _MIN_TABLE_WIDTH))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.integration.cli.generate import StreamSummary, TextPrinter, stream
+from pagedkv.integration.stream_answer import StreamSummary, TextPrinter, stream
 from pagedkv.plugin.requests import SamplingParams
 
 SOURCE = Path(__file__).parent / "example_plugin"

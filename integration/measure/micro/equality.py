@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.demo_model import ensure_demo_model
 from pagedkv.integration.serve.child_process import child_server
@@ -33,7 +34,6 @@ from pagedkv.plugin import Engine, SamplingParams
 from pagedkv.plugin.interface import Tokenizer
 
 BLOCK_SIZE = 16
-NO_TRUNCATION = 2**32 - 1
 
 Runner = Callable[[], list[list[int]]]
 
@@ -117,7 +117,7 @@ def _drive(stub: Any, work: Workload) -> list[list[int]]:
         pb.Request(
             id=index,
             inputs=prompt,
-            truncate=NO_TRUNCATION,
+            truncate=KEEP_ALL_TOKENS,
             add_special_tokens=True,
             parameters=pb.NextTokenChooserParameters(temperature=1.0, top_p=1.0, typical_p=1.0, repetition_penalty=1.0),
             stopping_parameters=pb.StoppingCriteriaParameters(

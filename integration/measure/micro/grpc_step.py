@@ -30,6 +30,7 @@ import grpc
 import torch
 
 from pagedkv.adapters.tgi import generate_pb2 as pb
+from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.plugin.config import ServerSection, parse_config
@@ -148,7 +149,7 @@ def _request(request_id: int) -> pb.Request:
     return pb.Request(
         id=request_id,
         inputs="Say it again:",
-        truncate=MAX_NEW_TOKENS,
+        truncate=KEEP_ALL_TOKENS,
         add_special_tokens=True,
         parameters=pb.NextTokenChooserParameters(temperature=1, top_p=1, typical_p=1),
         stopping_parameters=pb.StoppingCriteriaParameters(max_new_tokens=MAX_NEW_TOKENS, ignore_eos_token=True),

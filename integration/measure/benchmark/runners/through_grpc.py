@@ -17,13 +17,11 @@ from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.measure.benchmark.workloads import to_text
 from pagedkv.integration.serve.child_process import child_server
-from pagedkv.plugin.config import load_config
+from pagedkv.plugin.config import DEFAULT_MAX_MESSAGE_BYTES, load_config
 from pagedkv.plugin.registry import MODELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_model_settings
 
 from .protocol import Recorder, RunEngine, RunRequest
-
-_MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class GrpcEngine(RunEngine):
@@ -39,7 +37,7 @@ class GrpcEngine(RunEngine):
         if options["config_file"]:
             arguments += ["--config", options["config_file"]]
         server = self._stack.enter_context(child_server(arguments, Path(folder, "log")))
-        limits = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+        limits = [("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES)]
         channel = self._stack.enter_context(grpc.insecure_channel(server.target, options=limits))
         self._stub = TextGenerationServiceStub(channel)
         self._batch_ids = itertools.count(1)
