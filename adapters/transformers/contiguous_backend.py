@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import torch
 
-from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.distributed import joined_group
 from pagedkv.plugin.errors import StepError, UnavailableError, UnsupportedError
 from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, WarmupLimits
@@ -28,12 +27,13 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
 from pagedkv.plugin.stats import BackendStats, Counters
+from pagedkv.plugin.validation import validate_requests
 
 from .contiguous_batch import ContiguousBatch, LiveRow, join_rows, split_rest
 from .contiguous_model import ContiguousModel
 from .contiguous_sizing import ContiguousCapacity, compute_capacity
 from .contiguous_stats import check_rows, make_stats
-from .contiguous_warmup import find_largest_batch, measure_prefill, run_full_decode
+from .contiguous_warmup import measure_largest_batch, measure_prefill, run_full_decode
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class ContiguousBackend:
         A CPU's memory can't be tested without swapping."""
         if model.device.type != "cuda":
             return capacity
-        num_rows = find_largest_batch(
+        num_rows = measure_largest_batch(
             lambda rows: run_full_decode(model, self._sampler, rows, capacity.limits.max_total_tokens),
             capacity.max_rows,
         )

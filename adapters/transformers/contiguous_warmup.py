@@ -42,7 +42,7 @@ def measure_prefill(
     return peak_bytes
 
 
-def find_largest_batch(try_batch: Callable[[int], None], max_rows: int) -> int:
+def measure_largest_batch(try_batch: Callable[[int], None], max_rows: int) -> int:
     """Finds the largest number of rows, up to `max_rows`, for which `try_batch` does not run out of memory.
 
     Raises:

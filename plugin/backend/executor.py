@@ -10,7 +10,7 @@ import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata
 from pagedkv.plugin.backend.graphs import PaddedDecodes
-from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.backend.step_input import StepInput, build_step_input, num_logprob_tokens
 from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter, ModelInput
 from pagedkv.plugin.kv_scales import LayerScales

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.step_plan import StepPlan
 

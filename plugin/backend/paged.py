@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.backend.agreement import StepAgreement
 from pagedkv.plugin.backend.executor import StepExecutor
+from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.backend.pacing import StepPacer
 from pagedkv.plugin.backend.profile import measure_activation_bytes
-from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, make_stats
 from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
 from pagedkv.plugin.distributed import ShardInfo, joined_group
@@ -40,6 +39,7 @@ from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.sampler import SampledToken
 from pagedkv.plugin.stats import BackendStats, Counters
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
+from pagedkv.plugin.validation import validate_requests
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from pagedkv.plugin.backend.executor import StepExecutor
-from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.limits import ResolvedLimits
 from pagedkv.plugin.requests import WORST_SAMPLING, Request, RequestId
 from pagedkv.plugin.resolved_config import ResolvedConfig

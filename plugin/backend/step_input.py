@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionMetadata
-from pagedkv.plugin.backend.sequence import LiveSequence
+from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.step_plan import ScheduledSequence, StepPlan
@@ -65,7 +65,7 @@ class StepInput:
 def build_step_input(plan: StepPlan, sequences: Mapping[RequestId, LiveSequence], block_size: int) -> StepInput:
     """Builds the batch of a plan that is not empty.
 
-    >>> from pagedkv.plugin.backend.sequence import LiveSequence
+    >>> from pagedkv.plugin.backend.live_sequence import LiveSequence
     >>> from pagedkv.plugin.requests import Request, RequestId, SamplingParams
     >>> row = ScheduledSequence(RequestId(7), 4, 2, block_table=[9, 3], is_last_chunk=True, num_cached_tokens=0)
     >>> request = Request(RequestId(7), [10, 11, 12, 13, 14, 15], SamplingParams())

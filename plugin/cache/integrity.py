@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pagedkv.plugin.cache.block_names import BlockNames
 from pagedkv.plugin.cache.block_pool import BlockPool
 from pagedkv.plugin.cache.prefix_index import PrefixIndex
-from pagedkv.plugin.cache.sequence import SequenceBlocks
+from pagedkv.plugin.cache.sequence_blocks import SequenceBlocks
 from pagedkv.plugin.errors import IntegrityError
 
 

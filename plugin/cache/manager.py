@@ -13,7 +13,7 @@ from pagedkv.plugin.cache.block_names import BlockNames, hash_root
 from pagedkv.plugin.cache.block_pool import BlockPool
 from pagedkv.plugin.cache.integrity import check_integrity, count_used_slots
 from pagedkv.plugin.cache.prefix_index import PrefixIndex
-from pagedkv.plugin.cache.sequence import SequenceBlocks, count_unfilled_slots
+from pagedkv.plugin.cache.sequence_blocks import SequenceBlocks, count_unfilled_slots
 from pagedkv.plugin.errors import IntegrityError, RequestError
 from pagedkv.plugin.interface import BlockGrant, BlockPlan
 from pagedkv.plugin.kv_events import KVEventListener, StoredBlock

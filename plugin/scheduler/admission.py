@@ -10,7 +10,7 @@ from pagedkv.plugin.interface import CacheManager
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.scheduler.draft import StepDraft
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
-from pagedkv.plugin.scheduler.sequence import SequenceProgress
+from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
 
 
 class Decision(Enum):

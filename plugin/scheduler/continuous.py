@@ -22,7 +22,7 @@ from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decis
 from pagedkv.plugin.scheduler.draft import StepDraft
 from pagedkv.plugin.scheduler.idle import find_idle, note_in_vain, note_named
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
-from pagedkv.plugin.scheduler.sequence import SequenceProgress
+from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
 from pagedkv.plugin.stats import SchedulerStats
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagedkv.plugin.interface import CacheManager
 from pagedkv.plugin.requests import RequestId
-from pagedkv.plugin.scheduler.sequence import SequenceProgress
+from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
 from pagedkv.plugin.step_plan import BlockCopy, ScheduledSequence, StepPlan
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagedkv.plugin.scheduler.sequence import SequenceProgress
+from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
 
 MAX_STEPS_IN_VAIN = 32
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, RequestError
 from pagedkv.plugin.requests import (
     MAX_NEW_TOKENS,
@@ -18,6 +17,7 @@ from pagedkv.plugin.requests import (
     SamplingParams,
     find_finish_reason,
 )
+from pagedkv.plugin.validation import validate_requests
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("max_new_tokens", [1, MAX_NEW_TOKENS], [0, -1, 2**31]),

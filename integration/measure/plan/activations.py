@@ -12,8 +12,8 @@ from pagedkv.integration.measure.plan.model_facts import ModelFacts
 from pagedkv.integration.measure.plan.shapes import ShapeKernels
 from pagedkv.plugin.backend.executor import StepExecutor
 from pagedkv.plugin.backend.graphs import DecodeBuffers
+from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.backend.profile import make_profile_step
-from pagedkv.plugin.backend.sequence import LiveSequence
 from pagedkv.plugin.limits import ResolvedLimits
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import ResolvedConfig

@@ -18,7 +18,6 @@ import torch
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.server import GenerationServer
-from pagedkv.plugin.admission import validate_requests
 from pagedkv.plugin.config import ServerSection
 from pagedkv.plugin.errors import UnavailableError
 from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
@@ -26,6 +25,7 @@ from pagedkv.plugin.kv_dtypes import find_kv_dtype
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 from pagedkv.plugin.requests import Request, RequestId, StepOutput, TokenLogprob, find_finish_reason
 from pagedkv.plugin.stats import BackendStats
+from pagedkv.plugin.validation import validate_requests
 
 EOS_ID = 1
 NUM_SPECIAL_IDS = 2

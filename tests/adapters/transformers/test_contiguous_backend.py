@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagedkv.adapters.transformers.contiguous_backend import ContiguousBackend
 from pagedkv.adapters.transformers.contiguous_batch import PaddedInput
 from pagedkv.adapters.transformers.contiguous_cache import ReservedCache
-from pagedkv.adapters.transformers.contiguous_warmup import find_largest_batch, run_full_decode
+from pagedkv.adapters.transformers.contiguous_warmup import measure_largest_batch, run_full_decode
 from pagedkv.plugin.errors import (
     CapacityError,
     DuplicateRequestError,
@@ -411,10 +411,10 @@ def test_the_search_for_the_largest_batch_ends_at_what_fits() -> None:
         if num_rows > 70:
             raise torch.OutOfMemoryError
 
-    assert find_largest_batch(try_batch, 100) == 66
+    assert measure_largest_batch(try_batch, 100) == 66
     assert tried == [100, 90, 81, 73, 66]
     with pytest.raises(CapacityError, match="not one request"):
-        find_largest_batch(lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError()), 3)
+        measure_largest_batch(lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError()), 3)
 
 
 def test_the_full_decode_of_the_warm_up_fills_every_column(
