@@ -174,12 +174,18 @@ def test_generate_stops_at_a_stop_string(pagedkv, server: ChildServer) -> None:
     [
         (["--max-new-tokens", 0], 2, "max_new_tokens"),
         (["--system", "Be kind."], 2, "--chat"),
-        (["--max-new-tokens", 5000], 1, "2048"),
     ],
 )
 def test_generate_explains_a_bad_request(pagedkv, server: ChildServer, arguments, code, message) -> None:
     outcome = pagedkv("generate", "--target", server.target, *arguments, PROMPT)
     assert (outcome.code, message in outcome.err) == (code, True), outcome.err
+
+
+def test_generate_explains_what_the_server_refuses(pagedkv, server: ChildServer) -> None:
+    outcome = pagedkv("generate", "--target", server.target, LONG_PROMPT * 20)
+    assert outcome.code == 1
+    assert outcome.err.startswith("pagedkv: ")
+    assert "the limit is 2047" in outcome.err
 
 
 def test_generate_explains_that_nobody_answers(pagedkv, tmp_path: Path) -> None:
