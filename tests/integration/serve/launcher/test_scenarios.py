@@ -95,8 +95,8 @@ def test_prompts_are_reused_within_a_tenant_and_never_across(shard: Any, new_req
     assert len({tuple(tokens) for tokens, _ in outcomes}) == 1
     hits = [cached for _, cached in outcomes]
     assert hits[:3] == [0, 0, 0]
-    assert hits[3] == hits[4] == hits[5] >= 96
-    assert hits[6] == 0
+    assert hits[3] == hits[4] >= 96
+    assert hits[5:] == [0, 0], "a prompt without a tenant is private"
     adapted = new_request(9, text, 3)
     adapted.adapter_id = "some-adapter"
     assert _ask(shard, adapted, ((TENANT, "a"),))[0] == outcomes[0][0]
