@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _LOG_TAIL_CHARS = 4000
 _END_TIMEOUT_S = 20.0
+
+# Python's own option where it is there: a preexec_fn forks, and what gRPC does in a fork can end the child.
+_NEW_GROUP: Mapping[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 
 
 class EngineFailedError(PagedKVError):
@@ -79,7 +83,7 @@ class EngineProcess:
                     env={**os.environ, **spec.environ},
                     # A separate process group, to stop it as a whole. It stays in our session: if the benchmark dies,
                     # the system continues the stopped group and sends it SIGHUP.
-                    preexec_fn=os.setpgrp,
+                    **_NEW_GROUP,
                 )
         except OSError as error:
             raise EngineFailedError(f"{spec.name} can't be started: {spec.command[0]}: {error.strerror}") from error

@@ -103,5 +103,7 @@ def test_no_order_of_a_router_s_calls_fails_stalls_or_leaks(servers, tokenize: T
         ),
     )
     unseen = set(RULES) - machine.seen - NEVER_SEEN
-    allowed = {"every-shard"} if num_shards == 1 else RARELY_SEEN
+    allowed = {"every-shard"} if num_shards == 1 else set()
+    if num_shards > 1 or not is_by_hand:
+        allowed |= RARELY_SEEN
     assert unseen <= allowed, "examples that hardly do anything show nothing"

@@ -19,10 +19,10 @@ PROMPT_IDS = [504, 3575, 282, 4649, 314]
 SMG = "vllm.grpc.engine.VllmEngine"
 
 
-async def _generate(channel: grpc.aio.Channel, max_tokens: int) -> list[int]:
+async def _generate(channel: grpc.aio.Channel, max_tokens: int, request_id: str = "r") -> list[int]:
     params = pb.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     request = pb.GenerateRequest(
-        request_id="r", tokenized=pb.TokenizedInput(input_ids=PROMPT_IDS), sampling_params=params, stream=True
+        request_id=request_id, tokenized=pb.TokenizedInput(input_ids=PROMPT_IDS), sampling_params=params, stream=True
     )
     call = channel.unary_stream(
         f"/{SMG}/Generate",
@@ -51,7 +51,7 @@ def test_both_protocols_share_a_port_and_a_backend(launch_server: Any) -> None:
                 return [token.token_id async for token in client.generate("The capital of France is", params)]
 
             beside = await text()
-            mixed = await asyncio.gather(text(), _generate(channel, 24), text(), _generate(channel, 24))
+            mixed = await asyncio.gather(text(), _generate(channel, 24, "a"), text(), _generate(channel, 24, "b"))
             assert mixed == [beside, alone, beside, alone]
             serving = health_pb2.HealthCheckResponse.SERVING
             names = ("", SMG, "generate.v3.TextGenerationService")
