@@ -53,11 +53,6 @@ class FollowingOrder(CallOrder):
         self._unclaimed: dict[CallKey, deque[OrderedCall]] = defaultdict(deque)
         self._clients: dict[CallKey, deque[asyncio.Future[OrderedCall]]] = defaultdict(deque)
 
-    @property
-    def num_unclaimed(self) -> int:
-        """Calls whose client has not asked here so far."""
-        return sum(map(len, self._unclaimed.values()))
-
     def ask_for_drain(self) -> None:
         """Asks rank 0 to drain all shards."""
         self._channel.send(("drain",))

@@ -62,8 +62,6 @@ class ServingLoop:
         self._num_idle_looks = 0
         self.stats: BackendStats = thread.run(backend.stats)
         """Of the backend after the last step or change."""
-        self.last_progress_s = time.monotonic()
-        """When a step last brought a token, of time.monotonic."""
         thread.set_background(self._run_step)
 
     @property
@@ -184,8 +182,6 @@ class ServingLoop:
             if output.finish_reason is not None:
                 del self._live[output.request_id]
                 self._observers.report_end(sample.describe_end(FINISH_OUTCOMES[output.finish_reason]))
-        if by_inbox:
-            self.last_progress_s = time.monotonic()
         for delivered in by_inbox.values():
             delivered[0][0].inbox.deliver(delivered)
 
