@@ -42,6 +42,10 @@ class NotFoundError(PagedKVError):
     """A call names a batch or a request that does not exist."""
 
 
+class ForbiddenError(PagedKVError):
+    """The caller may not do this; the message says who may."""
+
+
 class DuplicateRequestError(RequestError):
     """A new request has the id of a live one."""
 

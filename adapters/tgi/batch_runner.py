@@ -76,6 +76,10 @@ class BatchRunner:
         """Live requests. May be read from any thread."""
         return self._batches.num_requests
 
+    def is_live(self, batch_id: int) -> bool:
+        """Whether a batch of this id has live requests. May be read from any thread."""
+        return batch_id in self._batches
+
     def warm_up(self, limits: WarmupLimits) -> Capacity:
         """Warms the backend up. Raises RequestError if requests are live, and the errors of `Backend.warmup`.
 

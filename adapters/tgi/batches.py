@@ -89,6 +89,9 @@ class BatchTable:
         # A copy, because the event loop reads what the step loop's thread writes.
         return sum(len(batch.requests) for batch in tuple(self._batches.values()))
 
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._batches
+
     def find(self, batch_ids: Sequence[int]) -> list[Batch]:
         """Returns the batches with these ids, in this order.
 

@@ -125,7 +125,7 @@ class GenerationClient:
                     return
                 if not response.generations:
                     await asyncio.sleep(_EMPTY_ANSWER_PAUSE_S)
-                call = self._stub.Decode(pb.DecodeRequest(batches=[response.batch]))
+                call = self._stub.Decode(pb.DecodeRequest(batches=[response.batch]), metadata=self._metadata)
                 response = await _answer_of(call)
         finally:
             if not is_over:
@@ -133,7 +133,9 @@ class GenerationClient:
 
     async def _clear(self, batch_id: int) -> None:
         try:
-            await self._stub.ClearCache(pb.ClearCacheRequest(id=batch_id), timeout=_CLEAR_TIMEOUT_S)
+            await self._stub.ClearCache(
+                pb.ClearCacheRequest(id=batch_id), timeout=_CLEAR_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError:
             return  # A server that can't be reached, or has stopped, holds no request of ours.
 

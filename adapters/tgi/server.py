@@ -13,6 +13,7 @@ import grpc
 from pagedkv.adapters.rpc.server import Door, GrpcServer
 from pagedkv.adapters.rpc.sockets import shard_path
 from pagedkv.adapters.tgi.call_order import OrderedStepLoop
+from pagedkv.adapters.tgi.caller_rights import CallerRights
 from pagedkv.adapters.tgi.ordered_service import OrderedService
 from pagedkv.adapters.tgi.rpc import SERVICE, service_handler
 from pagedkv.adapters.tgi.service import GenerationService
@@ -104,6 +105,11 @@ class GenerationServer:
             on_warm=second_door.open if second_door else None,
         )
         self._ordered = OrderedService(self.service, step_loop, group, on_drain) if group and step_loop else None
+        keeps_apart = bool(config.listen and (config.cache_salt_metadata_key or config.tls_client_ca))
+        # Shards listen on Unix sockets alone, which may do everything.
+        self._rights = (
+            CallerRights(self.service, self.service.is_live, config.cache_salt_metadata_key) if keeps_apart else None
+        )
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -122,7 +128,7 @@ class GenerationServer:
 
     @property
     def handler(self) -> grpc.GenericRpcHandler:
-        return service_handler(self._ordered or self.service)
+        return service_handler(self._rights or self._ordered or self.service)
 
     def find_health_fault(self) -> str | None:
         """Calls `GenerationService.find_health_fault`."""

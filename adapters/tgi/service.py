@@ -106,6 +106,10 @@ class GenerationService:
         """Live requests, and requests that are being tokenized or added."""
         return self._runner.num_requests + self._num_arriving
 
+    def is_live(self, batch_id: int) -> bool:
+        """Whether a batch of this id has live requests."""
+        return self._runner.is_live(batch_id)
+
     def step_running_s(self) -> float:
         """How long the current step has been running, in seconds; 0 between steps and before the warm-up."""
         return self._loop.busy_s() if self._runner.is_warm else 0.0

@@ -9,6 +9,7 @@ from pagedkv.plugin.errors import (
     CapacityError,
     DrainingError,
     DuplicateRequestError,
+    ForbiddenError,
     NotFoundError,
     PagedKVError,
     RequestError,
@@ -21,6 +22,7 @@ from pagedkv.plugin.observer import Refusal
 STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
     NotFoundError: grpc.StatusCode.NOT_FOUND,
+    ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     StepError: grpc.StatusCode.INTERNAL,
 }
@@ -56,6 +58,7 @@ def read_error(code: grpc.StatusCode, details: str) -> PagedKVError:
         grpc.StatusCode.INVALID_ARGUMENT: RequestError,
         grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,
         grpc.StatusCode.NOT_FOUND: NotFoundError,
+        grpc.StatusCode.PERMISSION_DENIED: ForbiddenError,
         grpc.StatusCode.UNAVAILABLE: UnavailableError,
     }
     return kinds.get(code, PagedKVError)(details)

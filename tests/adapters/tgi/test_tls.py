@@ -11,11 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
 from pagedkv.adapters.rpc.tls import ClientTls
+from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.client import GenerationClient
+from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.integration.cli.main import app
 from pagedkv.plugin.config import ServerSection, parse_config
@@ -57,6 +60,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         ca=ours.ca,
         server=ours.issue("server"),
         client=ours.issue("client"),
+        second_client=ours.issue("second"),
         other_ca=others.ca,
         other_client=others.issue("stranger"),
     )
@@ -166,3 +170,22 @@ class TestFiles:
 
 async def _connect(tls: ClientTls) -> None:
     GenerationClient("localhost:1", tls=tls)
+
+
+def test_one_certificate_s_batch_does_not_exist_for_another(listening, certificates):
+    def connect(address: str, pair: tuple[Path, Path]) -> grpc.Channel:
+        credentials = grpc.ssl_channel_credentials(
+            certificates.ca.read_bytes(), pair[1].read_bytes(), pair[0].read_bytes()
+        )
+        return grpc.secure_channel(address, credentials)
+
+    with listening(tls_client_ca=str(certificates.ca)) as served:
+        address = served.server.tcp_address
+        with connect(address, certificates.client) as ours, connect(address, certificates.second_client) as theirs:
+            batch = pb.Batch(id=1, requests=[served.wire.request(1, "a", 9)], size=1)
+            TextGenerationServiceStub(ours).Prefill(pb.PrefillRequest(batch=batch), timeout=20)
+            decode = pb.DecodeRequest(batches=[pb.CachedBatch(id=1)])
+            with pytest.raises(grpc.RpcError) as caught:
+                TextGenerationServiceStub(theirs).Decode(decode, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert len(TextGenerationServiceStub(ours).Decode(decode, timeout=20).generations) == 1
