@@ -1,8 +1,8 @@
 """Keeps callers over TCP apart: each may name its own batches alone.
 
-The Unix socket belongs to whoever runs the server, who may do everything. Over TCP a caller is known by its certificate,
-where `server.tls_client_ca` asks for one, and by the tenant in its metadata, where `server.cache_salt_metadata_key` is set.
-Where neither is set all of them are one, and nothing is kept apart.
+The Unix socket belongs to whoever runs the server, who may do everything. Over TCP a caller is known by its
+certificate, where `server.tls_client_ca` asks for one, and by the tenant in its metadata, where there is a
+`server.cache_salt_metadata_key`. Where neither is set all of them are one, and nothing is kept apart.
 """
 
 from __future__ import annotations

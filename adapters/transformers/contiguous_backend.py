@@ -34,6 +34,7 @@ from .contiguous_model import ContiguousModel
 from .contiguous_sizing import ContiguousCapacity, compute_capacity
 from .contiguous_stats import check_rows, make_stats
 from .contiguous_warmup import measure_largest_batch, measure_prefill, run_full_decode
+from .idle_rows import IdleRows
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ContiguousBackend:
         self._capacity: ContiguousCapacity | None = None
         self._waiting: dict[RequestId, LiveRow] = {}
         self._batches: list[ContiguousBatch] = []
+        self._idle_rows = IdleRows()
         self._counters = Counters()
 
     @classmethod
@@ -106,6 +108,11 @@ class ContiguousBackend:
         """Prefills waiting requests if one can be admitted, else decodes the running ones together."""
         capacity, model = self._require_capacity(), self._require_model()
         ids = self._live_ids() if only is None else self._live_ids().intersection(only)
+        self._idle_rows.note_step(
+            ids, is_anybody_waiting=bool(self._waiting), has_found_no_room=self._has_no_room(capacity, ids)
+        )
+        if idle := self._idle_rows.find(self._running_rows()):
+            self._requeue(idle)
         batch = self._admit(capacity, model, ids) or self._join_running(ids)
         if batch is None:
             return []
@@ -195,6 +202,21 @@ class ContiguousBackend:
             del self._waiting[row.id]
             row.admitted_s = time.monotonic()
         return ContiguousBatch(rows, model.make_cache(capacity.limits.max_total_tokens), model.device) if rows else None
+
+    def _has_no_room(self, capacity: ContiguousCapacity, ids: Collection[RequestId]) -> bool:
+        """Whether one of these waits and every row is taken."""
+        return len(self._running_rows()) >= capacity.max_rows and any(id_ in ids for id_ in self._waiting)
+
+    def _requeue(self, rows: Collection[LiveRow]) -> None:
+        """Takes running rows out of the cache; they wait to be computed again, in the order of arrival."""
+        ids = {row.id for row in rows}
+        for batch in self._batches_with(ids):
+            self._batches.remove(batch)
+            self._keep(batch, {row.id for row in batch.rows}.difference(ids))
+        for row in rows:
+            row.num_computed_tokens = 0
+            self._waiting[row.id] = row
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].arrival))
 
     def _join_running(self, ids: Collection[RequestId]) -> ContiguousBatch | None:
         """Removes the running rows of some ids from their batches. Returns them as one batch."""
