@@ -136,3 +136,22 @@ def test_probes_beside_as_many_streams_as_may_run(serve_paged):
         wire.finish(response)
         assert [g.request_id for g in send_probe(wire).generations] == [PROBE_ID]
         assert_idle(served)
+
+
+def test_probes_with_a_full_pool_are_answered_and_take_nothing_from_streams(serve_paged):
+    """Of a single block's room each stream has all that is left: a probe finds none, and preempts nobody."""
+    with serve_paged(4) as served:
+        wire = served.wire
+        forever = {"ignore_eos_token": True}
+        requests = [wire.request(i, chr(97 + i) * 20, 12, stopping_parameters=forever) for i in range(2)]
+        response = wire.prefill(1, *requests)
+        assert served.backend.stats().num_used_blocks == 4
+        for _ in range(2):
+            answer = send_probe(wire)
+            assert not answer.HasField("batch")
+            assert served.backend.stats().preemptions == 0
+            response = wire.decode(response.batch)
+            assert len(response.generations) == 2, "no stream waits for a probe"
+        wire.finish(response)
+        assert [g.request_id for g in send_probe(wire).generations] == [PROBE_ID]
+        assert_idle(served)

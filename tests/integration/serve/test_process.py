@@ -7,9 +7,12 @@ import signal
 import time
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
+from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.client import GenerationClient
+from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.serve.child_process import ChildServer
 from pagedkv.plugin.errors import UnavailableError
 from pagedkv.plugin.requests import SamplingParams
@@ -93,6 +96,38 @@ def test_sigterm_lets_ten_running_requests_finish_and_refuses_new_ones(launch_se
         assert asyncio.run(_drain_under_load(server)) == [NUM_TOKENS] * NUM_STREAMS
         assert server.process.wait(timeout=20) == 0
         assert "every request had ended" in server.log.read_text()
+
+
+async def _send_new_requests_beside_a_running_batch(server: ChildServer) -> tuple[str, int]:
+    """What a router does that is told of the drain by nobody: the new request's text, the tokens of the running one."""
+
+    def request(request_id: int) -> pb.Request:
+        stopping = pb.StoppingCriteriaParameters(max_new_tokens=NUM_TOKENS, ignore_eos_token=True)
+        parameters = pb.NextTokenChooserParameters(temperature=1, top_p=1, typical_p=1)
+        text = "The capital of France is"
+        return pb.Request(id=request_id, inputs=text, truncate=99, parameters=parameters, stopping_parameters=stopping)
+
+    async with grpc.aio.insecure_channel(server.target) as channel, GenerationClient(server.target) as client:
+        stub = TextGenerationServiceStub(channel)
+        response = await stub.Prefill(pb.PrefillRequest(batch=pb.Batch(id=1, requests=[request(1)], size=1)))
+        server.process.send_signal(signal.SIGTERM)
+        await _until_unhealthy(client)
+        new = pb.Batch(id=2, requests=[request(2)], size=1)
+        response = await stub.Prefill(pb.PrefillRequest(batch=new, cached_batch=response.batch))
+        (refused,) = [one for one in response.generations if one.request_id == 2]
+        num_tokens = 1 + sum(one.request_id == 1 for one in response.generations)
+        while response.HasField("batch"):
+            response = await stub.Decode(pb.DecodeRequest(batches=[response.batch]))
+            num_tokens += len(response.generations)
+        return refused.generated_text.text, num_tokens
+
+
+def test_new_requests_beside_a_running_batch_end_alone_in_a_drain(launch_server) -> None:
+    with launch_server() as server:
+        text, num_tokens = asyncio.run(_send_new_requests_beside_a_running_batch(server))
+        assert "draining" in text
+        assert num_tokens == NUM_TOKENS
+        assert server.process.wait(timeout=20) == 0
 
 
 async def _signal_during_a_stream(server: ChildServer, num_signals: int) -> None:

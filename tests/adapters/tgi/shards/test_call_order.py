@@ -107,3 +107,17 @@ def test_batches_of_a_client_that_goes_away_end_on_all(shards: Shards, cancel_af
         shards.call("ClearCache", pb.ClearCacheRequest(id=batch_id), [LATE_S, 0])
     _check_service(shards, 72)
     shards.call("ClearCache", pb.ClearCacheRequest(id=72))
+
+
+def test_probes_in_a_row_beside_a_running_batch_stay_nowhere(shards: Shards) -> None:
+    """Of the same ids each time, whichever shard they reach first."""
+    probe_id = 2**64 - 1
+    probe = make_prefill(probe_id, [make_request(probe_id, "liveness", 1)])
+    running = shards.call("Prefill", make_prefill(200, [make_request(200, "goes on", 12)]))
+    with ThreadPoolExecutor(4) as threads:
+        probes = [threads.submit(shards.call, "Prefill", probe, delays) for delays in ((0, LATE_S), (LATE_S, 0)) * 2]
+        assert finish(shards, running) == {200: expected_tokens("goes on", 12)}
+        answers = [answer for probe in probes for answer in probe.result()]
+    assert not any(answer.HasField("batch") for answer in answers)
+    assert [one.request_id for answer in answers for one in answer.generations] == [probe_id] * len(probes)
+    _check_service(shards, 210)
