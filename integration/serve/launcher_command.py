@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.integration.serve.launcher_flags import LogLevel, ServeFlags
 from pagedkv.integration.serve.launcher_variables import find_refusals, translate_variables
 from pagedkv.plugin.errors import ConfigError, PagedKVError
@@ -168,6 +169,7 @@ def run() -> None:
     """
     # The launcher always sets it; huggingface_hub no longer supports it and warns at each start.
     os.environ.pop("HF_HUB_ENABLE_HF_TRANSFER", None)
+    hide_progress_bars()
     try:
         app(prog_name="text-generation-server")
     except PagedKVError as error:

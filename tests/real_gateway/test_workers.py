@@ -1,4 +1,4 @@
-"""Two workers behind the real gateway: one dies, one drains, one comes back, the gateway itself comes back."""
+"""Two workers behind the real gateway: one dies, one drains, the gateway itself comes back."""
 
 from __future__ import annotations
 
