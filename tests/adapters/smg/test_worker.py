@@ -41,9 +41,11 @@ def test_loads_count_blocks_that_requests_hold_and_not_cached_ones(lab, run) -> 
                 for i in range(3)
             ]
             await calls[0].read()
-            while (loads := (await wire.call("GetLoads", pb.GetLoadsRequest())).loads[0]).num_running_reqs < 2:
-                pass
-            assert (loads.num_waiting_reqs, loads.num_total_reqs, loads.max_running_requests) == (1, 3, 16)
+            while True:
+                (loads,) = (await wire.call("GetLoads", pb.GetLoadsRequest())).loads
+                if (loads.num_running_reqs, loads.num_total_reqs) == (2, 3):
+                    break
+            assert (loads.num_waiting_reqs, loads.max_running_requests) == (1, 16)
             assert loads.token_usage > 0
             assert loads.num_waiting_uncached_tokens <= len(PROMPT)
             for call in calls:
