@@ -46,6 +46,8 @@ class Refusal(str, Enum):
     """The call names a running batch that does not exist."""
     NOT_READY = "not_ready"
     """Before the warm-up."""
+    OVERLOADED = "overloaded"
+    """More requests run and wait than are allowed at once."""
     DRAINING = "draining"
     FAILED = "failed"
     """Reading it failed: a fault of the server."""

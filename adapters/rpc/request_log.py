@@ -41,6 +41,8 @@ def describe(end: RequestEnd) -> dict[str, Any]:
         "ttft_s": _round(end.ttft_s),
         "total_s": _round(end.total_s),
     }
+    if end.external_id:
+        fields["external_id"] = end.external_id
     if "traceparent" in end.trace_context:
         fields["traceparent"] = end.trace_context["traceparent"]
     if end.prompt is not None:

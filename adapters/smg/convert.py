@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from pagedkv.adapters.smg import engine_pb2 as pb
-from pagedkv.plugin.errors import CapacityError, RequestError
+from pagedkv.plugin.errors import CapacityError, RequestError, UnsupportedRequestError
 from pagedkv.plugin.interface import Capacity
 from pagedkv.plugin.requests import SamplingParams
 from pagedkv.plugin.serving.generation import GenerationRequest
@@ -21,23 +21,26 @@ _UNSUPPORTED_INPUTS = ("kv_transfer_params", "kv_transfer_params_json", "mm_inpu
 
 
 def to_generation(
-    request: pb.GenerateRequest, capacity: Capacity, eos_token_ids: tuple[int, ...], trace_context: Mapping[str, str]
+    request: pb.GenerateRequest, capacity: Capacity, trace_context: Mapping[str, str]
 ) -> GenerationRequest:
     """Reads a Generate call.
 
     Args:
         capacity: bounds an answer whose length the client leaves open.
-        eos_token_ids: of the model.
+        trace_context: see `GenerationRequest`.
 
     Raises:
-        RequestError: a value out of its range, or a constraint or parameter that can't be honoured.
+        RequestError: a value out of its range.
+        UnsupportedRequestError: a constraint or parameter that can't be honoured.
         CapacityError: prompt and answer are longer than the capacity.
     """
     for name in _UNSUPPORTED_INPUTS:
         if request.HasField(name):
-            raise RequestError(f"{name} is not supported: this worker serves text, and computes its own prompts")
+            raise UnsupportedRequestError(
+                f"{name} is not supported: this worker serves text, of prompts that it computes"
+            )
     if request.extra_mm_inputs:
-        raise RequestError("extra_mm_inputs is not supported: this worker serves text")
+        raise UnsupportedRequestError("extra_mm_inputs is not supported: this worker serves text")
     if request.WhichOneof("input") != "tokenized":
         raise RequestError("the prompt must come as token ids (tokenized)")
     if request.data_parallel_rank != 0:
@@ -88,16 +91,16 @@ def to_sampling_params(params: pb.SamplingParams, num_prompt_tokens: int, capaci
 def _refuse_unsupported(params: pb.SamplingParams) -> None:
     constraint = params.WhichOneof("constraint")
     if constraint is not None:
-        raise RequestError(
+        raise UnsupportedRequestError(
             f"{constraint}: constrained decoding is not supported by this worker; send the request without "
             "response_format, grammars and required tools"
         )
     if params.HasField("prompt_logprobs"):
-        raise RequestError("prompt_logprobs is not supported by this worker; leave it out")
+        raise UnsupportedRequestError("prompt_logprobs is not supported by this worker; leave it out")
     if params.logit_bias:
-        raise RequestError("logit_bias is not supported by this worker; leave it out")
+        raise UnsupportedRequestError("logit_bias is not supported by this worker; leave it out")
     if params.HasField("truncate_prompt_tokens"):
-        raise RequestError("truncate_prompt_tokens is not supported by this worker; shorten the prompt")
+        raise UnsupportedRequestError("truncate_prompt_tokens is not supported by this worker; shorten the prompt")
     if params.HasField("logprobs") and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
         raise RequestError(f"logprobs is {params.logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}")
 

@@ -97,6 +97,7 @@ class SmgDoor:
             self._tokenizer,
             self._facts,
             find_fault=self.find_health_fault,
+            observers=self._observers,
             events=events,
             cache=self._backend if isinstance(self._backend, FlushesPrefixCache) else None,
         )

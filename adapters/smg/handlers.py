@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,8 +20,6 @@ from pagedkv.plugin.errors import (
     UnavailableError,
     UnsupportedError,
 )
-
-logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pagedkv.adapters.rpc.calls import Context, read_trace_context
+from pagedkv.adapters.rpc.refusals import find_refusal
 from pagedkv.adapters.smg import engine_pb2 as pb
 from pagedkv.adapters.smg.convert import to_generation
 from pagedkv.adapters.smg.kv_events import EventGapError, KvEventLog, UnknownEventNumberError
 from pagedkv.adapters.smg.loads import LoadMeter
 from pagedkv.adapters.smg.samples import SampleWriter
 from pagedkv.adapters.smg.tokenizer_archive import build_archive, split_archive
-from pagedkv.plugin.errors import RequestError, UnsupportedError
+from pagedkv.plugin.errors import DuplicateRequestError, RequestError, UnsupportedError
 from pagedkv.plugin.interface import BackendInfo, Capacity, Tokenizer
 from pagedkv.plugin.kv_events import FlushesPrefixCache
-from pagedkv.plugin.observer import Outcome
+from pagedkv.plugin.observer import Observers, Outcome, Refusal
 from pagedkv.plugin.serving.async_inbox import AsyncGeneration, AsyncInbox
 from pagedkv.plugin.serving.loop import ServingLoop
-
-logger = logging.getLogger(__name__)
-
 
 _BUSY_RECORD_INTERVAL_S = 1.0
 _IDLE_RECORD_INTERVAL_S = 5.0
@@ -53,6 +50,7 @@ class SmgWorker:
         tokenizer: of the model, for stop strings.
         facts: about model and configuration.
         find_fault: why no work should be sent here; None while all is well. Waits for nothing.
+        observers: told of refused requests.
         events: None where the backend does not tell what is findable.
         cache: the backend, if its prefix cache can be dropped.
     """
@@ -66,6 +64,7 @@ class SmgWorker:
         facts: WorkerFacts,
         *,
         find_fault: Callable[[], str | None],
+        observers: Observers | None = None,
         events: KvEventLog | None = None,
         cache: FlushesPrefixCache | None = None,
     ) -> None:
@@ -77,10 +76,12 @@ class SmgWorker:
         self._tokenizer = tokenizer
         self._facts = facts
         self._find_fault = find_fault
+        self._observers = observers or Observers()
         self._events = events
         self._cache = cache
         self._loads = LoadMeter(loop, facts.max_num_sequences)
-        self._generations: dict[str, AsyncGeneration] = {}
+        self._generations: dict[str, AsyncGeneration | None] = {}
+        """By the gateway's id; None until the backend has accepted the request."""
         self._aborted: set[str] = set()
         self._started_s = time.time()
         self._archive: asyncio.Task[bytes] | None = None
@@ -92,15 +93,21 @@ class SmgWorker:
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Writes `GenerateResponse`s. Nothing is sent before the backend has accepted the prompt."""
-        generation_request = to_generation(
-            request, self.capacity, self._info.model.eos_token_ids, read_trace_context(context)
-        )
         request_id = request.request_id
         if request_id in self._generations:
-            raise RequestError(f"request {request_id!r} is running already; use another id")
-        generation = await self._inbox.start(generation_request)
+            self._observers.report_refusal(Refusal.DUPLICATE, 1)
+            raise DuplicateRequestError(f"request {request_id!r} is running already; use another id")
+        self._generations[request_id] = None
+        try:
+            generation = await self._start(request, context)
+        except BaseException:
+            del self._generations[request_id]
+            self._aborted.discard(request_id)
+            raise
         self._generations[request_id] = generation
         try:
+            if request_id in self._aborted:
+                generation.abort()
             writers = self._make_writers(generation)
             await _write_tokens(generation, writers, context, is_stream=request.stream)
             if request_id in self._aborted:
@@ -112,6 +119,15 @@ class SmgWorker:
             self._aborted.discard(request_id)
             generation.close()
 
+    async def _start(self, request: pb.GenerateRequest, context: Context) -> AsyncGeneration:
+        try:
+            return await self._inbox.start(to_generation(request, self.capacity, read_trace_context(context)))
+        except Exception as error:
+            refusal = find_refusal(error)
+            if refusal is not None:
+                self._observers.report_refusal(refusal, 1)
+            raise
+
     def _make_writers(self, generation: AsyncGeneration) -> list[SampleWriter]:
         request = generation.samples[0].generation
         return [
@@ -122,9 +138,11 @@ class SmgWorker:
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests; unknown ones are passed over: most have ended already."""
         for request_id in request.request_ids:
-            generation = self._generations.get(request_id)
+            if request_id not in self._generations:
+                continue
+            self._aborted.add(request_id)
+            generation = self._generations[request_id]
             if generation is not None:
-                self._aborted.add(request_id)
                 generation.abort()
         return pb.AbortResponse()
 

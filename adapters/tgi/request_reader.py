@@ -8,11 +8,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagedkv.adapters.rpc.refusals import find_refusal
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.batches import LiveRequest
 from pagedkv.adapters.tgi.convert import EarlyEnd
 from pagedkv.adapters.tgi.prompts import PromptEncoder
-from pagedkv.adapters.tgi.status import describe_error, find_refusal
+from pagedkv.adapters.tgi.status import describe_error
 from pagedkv.plugin.errors import RequestError, UnsupportedRequestError
 from pagedkv.plugin.interface import Capacity, Tokenizer
 from pagedkv.plugin.observer import Refusal

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 from pagedkv.adapters.rpc.calls import Context, read_trace_context
+from pagedkv.adapters.rpc.refusals import find_refusal
 from pagedkv.adapters.rpc.request_log import RequestLog
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.answers import AnswerWriter
@@ -21,7 +22,6 @@ from pagedkv.adapters.tgi.batches import LiveRequest
 from pagedkv.adapters.tgi.convert import EarlyEnd, EndMarks, to_cached_batch, to_info, to_limits, to_warmup_response
 from pagedkv.adapters.tgi.prompts import PromptEncoder, TokenTexts, max_prompt_bytes
 from pagedkv.adapters.tgi.request_reader import SHARED_NAMESPACE, RequestReader, refuse
-from pagedkv.adapters.tgi.status import find_refusal
 from pagedkv.adapters.tgi.step_loop import StepLoop
 from pagedkv.plugin.errors import DrainingError, PagedKVError, RequestError, UnavailableError
 from pagedkv.plugin.interface import Backend, BackendInfo, Capacity, Tokenizer, WarmupLimits
@@ -146,7 +146,7 @@ class GenerationService:
 
     async def check_when_idle(self) -> None:
         """Runs the backend's integrity check if it is idle and has run since the last check. A fault fails Health."""
-        if not self._has_unchecked_steps or self.num_requests or self._loop.busy_s():
+        if not self._has_unchecked_steps or self.num_requests or self._loop.is_running_job:
             return
         self._has_unchecked_steps = False
         try:
@@ -157,7 +157,7 @@ class GenerationService:
 
     def find_abandoned(self) -> list[tuple[int, int]]:
         """Batches that no call has named for `abandoned_batch_timeout_s`: id, and number of the last step of each."""
-        return [] if self._loop.busy_s() else self._runner.find_abandoned(self._abandoned_batch_timeout_s)
+        return [] if self._loop.is_running_job else self._runner.find_abandoned(self._abandoned_batch_timeout_s)
 
     async def end_abandoned(self, batches: Sequence[tuple[int, int]] | None = None) -> None:
         """Ends these batches, None: those that `find_abandoned` finds; not those that a call has named since."""

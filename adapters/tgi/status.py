@@ -6,16 +6,12 @@ import grpc
 
 from pagedkv.adapters.rpc import calls
 from pagedkv.plugin.errors import (
-    CapacityError,
-    DrainingError,
-    DuplicateRequestError,
     ForbiddenError,
     NotFoundError,
     PagedKVError,
     RequestError,
     StepError,
     UnavailableError,
-    UnsupportedRequestError,
 )
 from pagedkv.plugin.observer import Refusal
 
@@ -29,27 +25,10 @@ STATUS_CODES: dict[type[PagedKVError], grpc.StatusCode] = {
 """A subclass that is not listed has the code of its nearest base: CapacityError and DuplicateRequestError are
 RequestErrors. Any other exception is a fault of the server: INTERNAL."""
 
-REFUSALS: dict[type[PagedKVError], Refusal] = {
-    CapacityError: Refusal.TOO_LONG,
-    DuplicateRequestError: Refusal.DUPLICATE,
-    UnsupportedRequestError: Refusal.UNSUPPORTED,
-    RequestError: Refusal.INVALID,
-    NotFoundError: Refusal.UNKNOWN_BATCH,
-    DrainingError: Refusal.DRAINING,
-    UnavailableError: Refusal.NOT_READY,
-}
-"""The errors with which new requests are refused, and the refusal reason that each counts as. Any other error ends
-requests that were already accepted."""
-
 
 def describe_error(error: Exception) -> tuple[grpc.StatusCode, str]:
     """Returns the status code and details for an exception; see `pagedkv.adapters.rpc.calls.describe_error`."""
     return calls.describe_error(error, STATUS_CODES)
-
-
-def find_refusal(error: Exception) -> Refusal | None:
-    """The refusal reason that an error of a Prefill counts as; None if its requests had been accepted."""
-    return next((REFUSALS[base] for base in type(error).__mro__ if base in REFUSALS), None)
 
 
 def read_error(code: grpc.StatusCode, details: str) -> PagedKVError:

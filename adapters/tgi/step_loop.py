@@ -22,6 +22,7 @@ class StepLoop:
     def __init__(self, thread: StepThread | None = None) -> None:
         self._thread = thread or StepThread()
         self._owns_thread = thread is None
+        self._is_running_job = False
 
     async def run(self, job: Callable[[], T]) -> T:
         """Runs a job; returns its result or raises its error.
@@ -33,14 +34,19 @@ class StepLoop:
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queues a job; the future has its result or error."""
-        return self._thread.submit(job)
+        return self._thread.submit(lambda: self._run_marked(job))
 
     def post(self, job: Callable[[], object]) -> None:
         """Queues a job without waiting for it. Its error is logged."""
-        self._thread.post(job)
+        self._thread.post(lambda: self._run_marked(job))
+
+    @property
+    def is_running_job(self) -> bool:
+        """Whether a job of this loop runs, and not one of another door's on the same thread. From any thread."""
+        return self._is_running_job
 
     def busy_s(self) -> float:
-        """How long the current job has been running, in seconds; 0 between jobs. May be called from any thread."""
+        """How long the thread has been at what it does now, of whichever door; 0 between jobs. From any thread."""
         return self._thread.busy_s()
 
     def close(self) -> None:
@@ -49,3 +55,10 @@ class StepLoop:
             self._thread.close()
         else:
             self._thread.run(lambda: None)
+
+    def _run_marked(self, job: Callable[[], T]) -> T:
+        self._is_running_job = True
+        try:
+            return job()
+        finally:
+            self._is_running_job = False

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from pagedkv.plugin.errors import OverloadedError, PagedKVError, StepError, UnavailableError
+from pagedkv.plugin.errors import DrainingError, OverloadedError, PagedKVError, StepError, UnavailableError
 from pagedkv.plugin.interface import Backend
 from pagedkv.plugin.observer import Observers, Outcome
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams, StepOutput
@@ -115,7 +115,7 @@ class ServingLoop:
 
     def _start(self, generation: GenerationRequest, inbox: Inbox, consumer: object) -> list[Sample]:
         if self._is_draining:
-            raise UnavailableError("the server is draining; send new requests elsewhere")
+            raise DrainingError("the server is draining; send new requests elsewhere")
         params = generation.params
         if len(self._live) + params.n > self._max_live_samples:
             raise OverloadedError(

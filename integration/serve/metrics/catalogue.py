@@ -113,7 +113,7 @@ REFUSED = _events(
     "pagedkv_refused_requests_total",
     "requests",
     "Requests not taken, by `reason`: `invalid`, `unsupported`, `too_long`, `duplicate` id, `unknown_batch`, "
-    "`not_ready`, `draining`, `failed` to be read.",
+    "`not_ready`, `overloaded`, `draining`, `failed` to be read.",
     "reason",
 )
 INFO = _gauge(

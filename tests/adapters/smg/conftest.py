@@ -21,6 +21,7 @@ from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.conformance.token_model import TokenModel
 from pagedkv.plugin.interface import WarmupLimits
+from pagedkv.plugin.observer import Observers, Refusal, RequestEnd
 from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config
 from pagedkv.plugin.serving.loop import ServingLoop
@@ -46,6 +47,23 @@ class LetterTokenizer:
         return "".join(chr(32 + token_id % 95) for token_id in token_ids)
 
 
+class CountingObserver:
+    """Keeps what requests a server's observers hear of."""
+
+    def __init__(self) -> None:
+        self.refusals: list[Refusal] = []
+        self.ends: list[RequestEnd] = []
+
+    def on_first_token(self, queue_s: float | None, ttft_s: float) -> None:
+        """Not counted."""
+
+    def on_end(self, end: RequestEnd) -> None:
+        self.ends.append(end)
+
+    def on_refusal(self, reason: Refusal, num_requests: int) -> None:
+        self.refusals += [reason] * num_requests
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """Calls a worker as the gateway does."""
@@ -55,6 +73,7 @@ class Wire:
     backend: PagedBackend
     loop: ServingLoop
     model: TokenModel
+    observer: CountingObserver
 
     def stream(self, method: str, request: Any, **call: Any) -> Any:
         return self.channel.unary_stream(
@@ -122,7 +141,9 @@ class Lab:
         thread = StepThread()
         backend = PagedBackend(config, model, load_plugin(KERNELS, "reference").create(torch.device("cpu")))
         capacity = thread.run(lambda: backend.warmup(WarmupLimits()))
-        loop = ServingLoop(backend, thread, max_live_samples=max_live_samples)
+        observer = CountingObserver()
+        observers = Observers(requests=(observer,))
+        loop = ServingLoop(backend, thread, observers=observers, max_live_samples=max_live_samples)
         events = KvEventLog(BLOCK_SIZE)
         thread.run(lambda: backend.set_kv_event_listener(events))
         facts = WorkerFacts(self.folder, "tiny", "token", '{"temperature": 0.6}', 16)
@@ -133,6 +154,7 @@ class Lab:
             LetterTokenizer(),  # type: ignore[arg-type]
             facts,
             find_fault=loop.find_fault,
+            observers=observers,
             events=events,
             cache=backend,
         )
@@ -142,7 +164,7 @@ class Lab:
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Wire(channel, worker, backend, loop, model)
+                yield Wire(channel, worker, backend, loop, model, observer)
         finally:
             worker.end_streams()
             await server.stop(grace=1)

@@ -9,6 +9,7 @@ import pytest
 
 from pagedkv.adapters.smg import engine_pb2 as pb
 from pagedkv.plugin.errors import StepError
+from pagedkv.plugin.observer import Refusal
 
 PROMPT = [5, 9, 2, 77]
 
@@ -128,5 +129,60 @@ def test_nothing_is_sent_before_the_request_is_admitted(lab, run) -> None:
             assert not done
             release.set()
             assert [message async for message in call]
+
+    run(play())
+
+
+def test_an_abort_that_overtakes_the_admission_counts(lab, run) -> None:
+    async def play() -> None:
+        async with lab.serve() as wire:
+            release = asyncio.Event()
+            running = asyncio.get_running_loop()
+            wire.loop._thread.post(lambda: asyncio.run_coroutine_threadsafe(release.wait(), running).result())
+            call = wire.stream("Generate", lab.ask(PROMPT, 480, ignore_eos=True), timeout=60)
+            while "r" not in wire.worker._generations:
+                await asyncio.sleep(0.005)
+            await wire.call("Abort", pb.AbortRequest(request_ids=["r"]))
+            release.set()
+            assert [message async for message in call][-1].complete.finish_reason == "abort"
+            await wire.until_idle()
+
+    run(play())
+
+
+def test_one_id_at_the_same_time_is_refused_and_free_again_afterwards(lab, run) -> None:
+    async def play() -> None:
+        async with lab.serve() as wire:
+            asked = [lab.ask(PROMPT, 40, ignore_eos=True) for _ in range(2)]
+            answers = await asyncio.gather(*map(wire.generate, asked), return_exceptions=True)
+            (refused,) = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+            assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (await wire.generate(asked[0]))[-1].complete.finish_reason == "length"
+            assert wire.observer.refusals == [Refusal.DUPLICATE]
+            await wire.until_idle()
+
+    run(play())
+
+
+def test_observers_hear_of_refusals_by_reason_and_of_ends_by_the_gateway_s_id(lab, run) -> None:
+    refused = {
+        Refusal.UNSUPPORTED: {"json_object": True},
+        Refusal.INVALID: {"temperature": -1.0},
+        Refusal.TOO_LONG: {"max_tokens": 600},
+    }
+
+    async def play() -> None:
+        async with lab.serve(max_live_samples=2) as wire:
+            for params in refused.values():
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await wire.generate(lab.ask(PROMPT, **{"max_tokens": 4, **params}))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await wire.generate(lab.ask(PROMPT, 4, n=3))
+            await wire.generate(lab.ask(PROMPT, 4, request_id="x-1", ignore_eos=True))
+            wire.loop.begin_drain()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await wire.generate(lab.ask(PROMPT, 4))
+            assert wire.observer.refusals == [*refused, Refusal.OVERLOADED, Refusal.DRAINING]
+            assert [(end.external_id, end.outcome.value) for end in wire.observer.ends] == [("x-1", "length")]
 
     run(play())

@@ -264,7 +264,7 @@ def serving(loop_thread: LoopThread) -> Callable[..., Any]:
 
     @contextmanager
     def serve(backend: Any, tokenizer: Any, folder: Path, **options: Any) -> Iterator[SimpleNamespace]:
-        own = ("rank", "num_shards", "observers")
+        own = ("rank", "num_shards", "observers", "thread")
         places = {key: options.pop(key) for key in own if key in options}
         limits = options.pop("warmup_limits", WarmupLimits())
         config = ServerSection(uds_path=str(folder / "tgi"), **options)

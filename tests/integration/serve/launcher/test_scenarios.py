@@ -28,7 +28,7 @@ NewRequest = Callable[[int, str, int], pb.Request]
 
 @pytest.fixture(scope="module")
 def shard(launched: Callable[..., Any], tiny_model: Path) -> Iterator[Any]:
-    """One server that these tests share; the last of them ends it."""
+    """One server that these tests share."""
     variables = {
         "PAGEDKV_SERVER_CACHE_SALT_METADATA_KEY": TENANT,
         "PAGEDKV_CACHE_NUM_BLOCKS": "1024",
@@ -136,8 +136,13 @@ def test_values_out_of_range_hurt_no_stream_beside_them(shard: Any, new_request:
     assert shard.health_fault() == ""
 
 
-def test_second_sigterm_ends_running_requests_and_the_server(shard: Any) -> None:
-    """It stands last: the server that all share is gone then."""
+def test_second_sigterm_ends_running_requests_and_the_server(launched: Callable[..., Any], tiny_model: Path) -> None:
+    with launched(tiny_model, {"MAX_TOTAL_TOKENS": "2048"}) as (shard,):
+        shard.call("Warmup", pb.WarmupRequest(max_prefill_tokens=2048, max_total_tokens=2048))
+        _end_by_two_signals(shard)
+
+
+def _end_by_two_signals(shard: Any) -> None:
     for request_id in range(NUM_RUNNING):
         shard.prefill(request_id, f"Story number {request_id}:", 500)
     shard.process.send_signal(signal.SIGTERM)
