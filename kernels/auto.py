@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from pagedkv.plugin.abilities import HostLengths, PreparesSteps
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.config import PluginTables
 from pagedkv.plugin.errors import PagedKVError, UnsupportedError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion, find_layer_faults, understood_features
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KVCacheSpec
 from pagedkv.plugin.model_spec import AttentionSpec
-from pagedkv.plugin.registry import KERNELS, load_plugin
+from pagedkv.plugin.registry import KERNELS, create_plugin
 from pagedkv.plugin.step_plan import BlockCopy
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ class _Candidate:
         """Passes new questions to the kernels. Returns whether they support all of them."""
         for question in questions[self.num_asked :]:
             if self.kernels is not None:
-                found = self.kernels.unsupported_reasons(*question)
+                found = find_layer_faults(self.kernels, *question)
                 self.reasons += [reason for reason in found if reason not in self.reasons]
         self.num_asked = len(questions)
         return not self.reasons
@@ -57,7 +60,7 @@ class _Candidate:
 class AutoKernels:
     """Implements `AttentionKernels` with the first candidate without a reason against it."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
 
     def __init__(self, candidates: Sequence[_Candidate]) -> None:
         self._candidates = list(candidates)
@@ -65,9 +68,14 @@ class AutoKernels:
         self._settled: AttentionKernels | None = None
 
     @classmethod
-    def create(cls, device: torch.device) -> Self:
-        """Creates every candidate that is installed and made for the device."""
-        return cls([_create_candidate(name, device) for name in CANDIDATES])
+    def create(cls, device: torch.device, plugins: PluginTables | None = None) -> Self:
+        """Creates every candidate that is installed and made for the device, with its settings in `plugins`."""
+        return cls([_create_candidate(name, device, plugins or {}) for name in CANDIDATES])
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Those of all candidates: `unsupported_reasons` asks each of them."""
+        return frozenset().union(*(understood_features(one.kernels) for one in self._candidates if one.kernels))
 
     @property
     def name(self) -> str:
@@ -81,7 +89,7 @@ class AutoKernels:
     def unsupported_reasons(self, spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: torch.dtype) -> list[str]:
         """Returns every candidate's reasons, with its name, if none supports this layer and all earlier ones."""
         if self._settled is not None:
-            return self._settled.unsupported_reasons(spec, cache_spec, dtype)
+            return find_layer_faults(self._settled, spec, cache_spec, dtype)
         question = (spec, cache_spec, dtype)
         if question not in self._questions:
             self._questions.append(question)
@@ -103,6 +111,11 @@ class AutoKernels:
 
     def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
         self._picked().store(storage, k, v, metadata)
+
+    def begin_step(self, metadata: AttentionMetadata, host_lengths: HostLengths) -> None:
+        kernels = self._picked()
+        if isinstance(kernels, PreparesSteps):
+            kernels.begin_step(metadata, host_lengths)
 
     def attend(
         self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
@@ -130,10 +143,10 @@ class AutoKernels:
         return [f"{candidate.name}: {reason}" for candidate in self._candidates for reason in candidate.reasons]
 
 
-def _create_candidate(name: str, device: torch.device) -> _Candidate:
+def _create_candidate(name: str, device: torch.device, tables: PluginTables) -> _Candidate:
     if name == "triton" and device.type != "cuda":
         return _Candidate(name, reasons=[f"it needs a GPU, the device is {device.type}"])
     try:
-        return _Candidate(name, kernels=load_plugin(KERNELS, name).create(device))
+        return _Candidate(name, kernels=create_plugin(KERNELS, name, tables, device))
     except PagedKVError as error:
         return _Candidate(name, reasons=[str(error)])

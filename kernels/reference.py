@@ -21,6 +21,7 @@ from pagedkv.kernels.reference_storage import (
     unsupported_format_reasons,
 )
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec
 from pagedkv.plugin.model_spec import AttentionSpec
@@ -36,7 +37,7 @@ _MAX_SCORES = 2**24
 class ReferenceKernels:
     """Implements `AttentionKernels` for every KV dtype of `pagedkv.plugin.kv_dtypes`."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     name = "reference"
     can_capture_graphs = False
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.interface import Backend, Tokenizer
-from pagedkv.plugin.registry import BACKENDS, MODELS, load_plugin
+from pagedkv.plugin.registry import BACKENDS, MODELS, check_plugin_tables, create_plugin, load_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 
@@ -26,8 +26,9 @@ def assemble(config: Config) -> Assembly:
         ConfigError, PluginError, UnsupportedError: the message says what to change.
     """
     settings = resolve_model_settings(config)
-    backend_class = load_plugin(BACKENDS, config.backend)
+    check_plugin_tables(config.plugins)
+    load_plugin(BACKENDS, config.backend)
     adapter = load_plugin(MODELS, settings.adapter)
     resolved = resolve_config(config, adapter.describe(settings))
     tokenizer = adapter.load_tokenizer(settings)
-    return Assembly(backend_class.create(resolved), tokenizer, resolved)
+    return Assembly(create_plugin(BACKENDS, config.backend, config.plugins, resolved), tokenizer, resolved)

@@ -10,6 +10,8 @@ A TOML file, environment variables over it, flags over both:
 
     PAGEDKV_CACHE_BLOCK_SIZE=32      one variable a key
     PAGEDKV_CONFIG=pagedkv.toml      names the file
+
+Plugins have tables of their own, [plugins.NAME], and variables PAGEDKV_PLUGINS_NAME_KEY.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pagedkv.plugin.kv_dtypes import (
     TGI_NAMES,
     known_kv_dtypes,
 )
+from pagedkv.plugin.plugin_names import find_plugin_key
 from pagedkv.plugin.service_links import is_service_link
 
 if sys.version_info >= (3, 11):
@@ -39,6 +42,9 @@ else:
 
 ENVIRONMENT_PREFIX = "PAGEDKV_"
 CONFIG_FILE_VARIABLE = "PAGEDKV_CONFIG"
+
+PLUGINS = "plugins"
+"""The section whose tables belong to plugins. `pagedkv.plugin.plugin_settings` checks them."""
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -264,6 +270,10 @@ class TracingSection(_Section):
     service_name: str = Field("pagedkv", description="What the traces call this server.")
 
 
+PluginTables = Mapping[str, Mapping[str, Any]]
+"""Settings by name of plugin and key."""
+
+
 class Config(_Section):
     """The configuration as written."""
 
@@ -278,6 +288,9 @@ class Config(_Section):
     server: ServerSection = ServerSection()
     metrics: MetricsSection = MetricsSection()
     tracing: TracingSection = TracingSection()
+    plugins: dict[str, dict[str, Any]] = Field(
+        {}, description="Settings of plugins: a table [plugins.NAME] for each, with the keys that the plugin takes."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +312,8 @@ def list_config_keys() -> list[ConfigKey]:
 
 def _walk_keys(section: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
     for name, info in section.model_fields.items():
+        if prefix + name == PLUGINS:
+            continue  # its keys are the plugins' own
         if isinstance(info.default, _Section):
             yield from _walk_keys(type(info.default), f"{prefix}{name}.")
         else:
@@ -356,6 +371,9 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if variable not in known:
             if is_service_link(variable):
                 continue
+            if path := find_plugin_key(variable.removeprefix(ENVIRONMENT_PREFIX)):
+                values[path] = value
+                continue
             raise ConfigError(f"unknown environment variable {variable}{_hint(variable, list(known))}")
         values[known[variable]] = value
     return values
@@ -373,7 +391,7 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _explain_fault(detail: Mapping[str, Any]) -> str:
     known = [key.path for key in list_config_keys()]
-    known_parts = set(known) | {path.split(".")[0] for path in known}
+    known_parts = set(known) | {path.split(".")[0] for path in known} | {PLUGINS}
     parts = [str(part) for part in detail["loc"]]
     while len(parts) > 1 and ".".join(parts) not in known_parts and ".".join(parts[:-1]) in known:
         parts.pop()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionOptions, LayerAttention
+from pagedkv.plugin.features import InterfaceVersion
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import AttentionSpec
 
@@ -116,7 +117,7 @@ class Decoder(Protocol):
 class DecoderKernels(Protocol):
     """Makes decoders for a device."""
 
-    interface_version: ClassVar[int]
+    interface_version: ClassVar[InterfaceVersion]
     name: str
 
     @classmethod

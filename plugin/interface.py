@@ -5,10 +5,16 @@
 | `pagedkv.backends` | `Backend` | `create(config)` |
 | `pagedkv.cache_managers` | `CacheManager` | `create(num_blocks, block_size, ...)` |
 | `pagedkv.kernels` | `AttentionKernels` | `create(device)` |
-| `pagedkv.schedulers` | `Scheduler` | `create(config, cache, max_total_tokens)` |
+| `pagedkv.schedulers` | `Scheduler` | `create(config, cache, num_cache_tokens)` |
 | `pagedkv.models` | `ModelAdapter` | `load(config, device)` |
 
-A plugin class states `interface_version = 1`; the registry refuses another version and a class that lacks a method.
+A plugin class states `interface_version = (2, 0)`, and may have two more attributes:
+
+- `features`, a frozenset of the names of what it understands beyond version 1.0 (`pagedkv.plugin.features`);
+- `settings_model`, a pydantic model of its table `[plugins.NAME]` in the config. It is then made with one more keyword
+  argument, `settings`: an instance of that model (`pagedkv.plugin.plugin_settings`).
+
+The registry refuses a version that it does not speak and a class that lacks a method.
 No object is called from two threads at once: the owner of a backend serializes its calls.
 """
 
@@ -21,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata, AttentionOptions
+from pagedkv.plugin.features import InterfaceVersion
 from pagedkv.plugin.kv_dtypes import KVCacheSpec, KVDtype
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 from pagedkv.plugin.requests import CacheNamespace, Request, RequestId, StepOutput
@@ -31,8 +38,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig, SchedulerSettings
-
-INTERFACE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Capacity:
 class Backend(Protocol):
     """Generates the tokens of requests, one step at a time. It knows tokens, not text and not gRPC."""
 
-    interface_version: ClassVar[int]
+    interface_version: ClassVar[InterfaceVersion]
 
     @classmethod
     def create(cls, config: ResolvedConfig) -> Self:
@@ -176,7 +181,7 @@ class CacheManager(Protocol):
     A sequence is opened, acquires blocks as it grows, and is released at its end or when it is preempted.
     """
 
-    interface_version: ClassVar[int]
+    interface_version: ClassVar[InterfaceVersion]
 
     @classmethod
     def create(
@@ -260,7 +265,7 @@ class Scheduler(Protocol):
     must agree.
     """
 
-    interface_version: ClassVar[int]
+    interface_version: ClassVar[InterfaceVersion]
 
     @classmethod
     def create(cls, config: SchedulerSettings, cache: CacheManager, num_cache_tokens: int) -> Self:
@@ -316,7 +321,7 @@ class KVStorage:
 class AttentionKernels(Protocol):
     """Stores keys and values in blocks of memory, and attends over them."""
 
-    interface_version: ClassVar[int]
+    interface_version: ClassVar[InterfaceVersion]
     name: str
     """Name of the implementation; for `auto` that of the kernels it picked."""
     can_capture_graphs: bool
@@ -394,7 +399,7 @@ class ModelInput:
 class ModelAdapter(Protocol):
     """Loads a checkpoint and runs a flattened batch of tokens through it."""
 
-    interface_version: ClassVar[int]
+    interface_version: ClassVar[InterfaceVersion]
     spec: ModelSpec
     """Facts about the loaded shard: heads are those of this shard."""
 

@@ -25,6 +25,8 @@ class AttentionSpec:
     """Scores become softcap × tanh(score / softcap)."""
     has_sinks: bool = False
     has_alibi: bool = False
+    features: frozenset[str] = frozenset()
+    """Names of what kernels must understand to be right here, beyond the fields above (`pagedkv.plugin.features`)."""
 
     def cache_spec(self, block_size: int, kv_dtype: KVDtype) -> KVCacheSpec:
         return KVCacheSpec(self.num_kv_heads, self.head_dim, self.v_head_dim, block_size, kv_dtype)

@@ -13,6 +13,18 @@ from pagedkv.plugin.errors import RequestError
 RequestId = NewType("RequestId", int)
 """Id of a live request in one backend: 0 ≤ id < 2**64. It may be used again after the request's end."""
 
+_FEATURE_OF_OPTION = {
+    "min_new_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "min_p": "min_p",
+    "frequency_penalty": "output_penalties",
+    "presence_penalty": "output_penalties",
+    "raw_logprobs": "raw_logprobs",
+}
+"""Options of `SamplingParams` that version 1.0 did not have: a backend that does not know one would ignore it."""
+SAMPLING_FEATURES = frozenset(_FEATURE_OF_OPTION.values())
+"""What a backend names in `features` if it understands all options of `SamplingParams`."""
+
 MAX_TOP_N_TOKENS = 1000
 MAX_NEW_TOKENS = 2**31 - 1
 
@@ -119,6 +131,15 @@ class SamplingParams:
         _require(1 <= self.n <= 128, f"n is {self.n}; it must be between 1 and 128")
 
     @property
+    def features(self) -> frozenset[str]:
+        """What a backend must understand, beyond version 1.0, to do as these parameters say.
+
+        >>> sorted(SamplingParams(min_p=0.1, presence_penalty=1.0).features)
+        ['min_p', 'output_penalties']
+        """
+        return frozenset(feature for option, feature in _FEATURE_OF_OPTION.items() if getattr(self, option))
+
+    @property
     def is_sampled(self) -> bool:
         """Whether tokens are drawn at random rather than taken greedily."""
         return (
@@ -170,6 +191,11 @@ class Request:
     parent_id: RequestId | None = None
     """A live request in the same namespace to fork from. Both share the KV of their common beginning; the block that
     holds its end is copied on the first write. This only saves work: a backend without sharing computes all tokens."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend must understand to answer rightly (`pagedkv.plugin.features`). None is sent what it lacks."""
+        return self.params.features
 
 
 @dataclass(frozen=True, slots=True)

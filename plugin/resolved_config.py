@@ -6,11 +6,11 @@ unresolved value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from pagedkv.plugin.config import AUTO, CacheSection, Config, GraphsSection, LimitsSection
+from pagedkv.plugin.config import AUTO, CacheSection, Config, GraphsSection, LimitsSection, PluginTables
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, find_static_variant
 from pagedkv.plugin.model_spec import ModelSpec
@@ -98,6 +98,8 @@ class ResolvedConfig:
     """Batch sizes of CUDA graphs, ascending; empty is off."""
     max_input_tokens: int
     max_total_tokens: int
+    plugins: PluginTables = field(default_factory=dict)
+    """The tables [plugins.NAME], as written. `create_plugin` of the registry reads them with the plugin's own model."""
 
 
 def resolve_model_settings(config: Config) -> ModelSettings:
@@ -145,6 +147,7 @@ def resolve_config(config: Config, model: ModelSpec, device: torch.device | None
         graph_batch_sizes=_resolve_graphs(config.graphs, config.scheduler.max_num_sequences, device),
         max_input_tokens=max_input_tokens,
         max_total_tokens=max_total_tokens,
+        plugins=config.plugins,
     )
 
 

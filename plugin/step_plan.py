@@ -71,6 +71,9 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     """Sequences whose blocks were taken in this step. They wait and are computed again."""
+    features: frozenset[str] = frozenset()
+    """What a backend must understand to run the plan, beyond version 1.0. A scheduler names in `plan_features` those
+    that its plans may have, so that a backend that lacks one refuses it at start (`pagedkv.plugin.features`)."""
 
     @property
     def num_tokens(self) -> int:

@@ -16,6 +16,7 @@ import pytest
 
 import pagedkv.kernels
 from pagedkv.integration.serve.child_process import command_path
+from pagedkv.plugin.features import INTERFACE_VERSION
 from pagedkv.plugin.registry import GROUPS, load_entry_point
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +124,7 @@ def test_wheel_holds_the_licence(wheel_names: set[str]) -> None:
 )
 def test_every_registered_plugin_loads_and_fits_its_interface(group, name: str) -> None:
     (point,) = entry_points(group=group.name, name=name)
-    assert load_entry_point(group, point).interface_version == 1
+    assert load_entry_point(group, point).interface_version == INTERFACE_VERSION
 
 
 def test_every_group_has_a_plugin_of_ours() -> None:

@@ -11,9 +11,11 @@ from pagedkv.adapters.smg.handlers import SERVICE_NAME, worker_handler
 from pagedkv.adapters.smg.kv_events import KvEventLog
 from pagedkv.adapters.smg.worker import SmgWorker, WorkerFacts
 from pagedkv.plugin.errors import UnavailableError
+from pagedkv.plugin.features import refuse_backend_without
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer
 from pagedkv.plugin.kv_events import FlushesPrefixCache, ReportsKVEvents
 from pagedkv.plugin.observer import Observers
+from pagedkv.plugin.requests import SAMPLING_FEATURES
 from pagedkv.plugin.serving.loop import ServingLoop
 from pagedkv.plugin.serving.step_thread import StepThread
 
@@ -30,6 +32,9 @@ class SmgDoor:
         is_shared: whether another door holds requests in the same backend.
         max_live_requests: that run and wait together.
         stuck_step_timeout_s: health fails when one step takes longer.
+
+    Raises:
+        UnsupportedError: the backend does not know parameters that the gateway sends.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class SmgDoor:
         max_live_requests: int = 1024,
         stuck_step_timeout_s: float = 120.0,
     ) -> None:
+        refuse_backend_without(backend, SAMPLING_FEATURES, "the protocol smg")
         self._backend = backend
         self._thread = thread
         self._tokenizer = tokenizer

@@ -19,10 +19,11 @@ import torch
 
 from pagedkv.plugin.distributed import joined_group
 from pagedkv.plugin.errors import StepError, UnavailableError, UnsupportedError
-from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, WarmupLimits
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
+from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH
 from pagedkv.plugin.limits import resolve_limits
-from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
+from pagedkv.plugin.requests import SAMPLING_FEATURES, Request, RequestId, StepOutput, find_finish_reason
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.prefill_logprobs import prefill_logprobs
 from pagedkv.plugin.sampling.sampler import SampledToken, Sampler
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 class ContiguousBackend:
     """Left-padded batches with transformers' `past_key_values`. See `pagedkv.plugin.interface.Backend`."""
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
+    features: ClassVar[frozenset[str]] = SAMPLING_FEATURES
 
     def __init__(self, config: ResolvedConfig, model: ContiguousModel) -> None:
         self._config = config

@@ -23,6 +23,7 @@ from pagedkv.plugin.decoder import (
     Projection,
     Rotary,
 )
+from pagedkv.plugin.features import find_missing_features
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import ModelSpec
 
@@ -66,7 +67,9 @@ def build_fused_decoder(model: Any, spec: ModelSpec, kernels: DecoderKernels) ->
     """
     try:
         shape = read_shape(model, spec)
-        reasons = kernels.unsupported_reasons(shape, spec.dtype)
+        missing = find_missing_features(kernels, shape.attention.features)
+        reasons = [f"the decoder kernels do not name the feature {name!r}" for name in missing]
+        reasons = reasons or kernels.unsupported_reasons(shape, spec.dtype)
     except NotLlamaShapedError as fault:
         reasons = [str(fault)]
     if reasons:

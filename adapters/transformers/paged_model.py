@@ -13,9 +13,10 @@ from pagedkv.plugin.attention_metadata import AttentionContext
 from pagedkv.plugin.decoder import Decoder
 from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import ModelSpec
-from pagedkv.plugin.registry import DECODERS, load_plugin
+from pagedkv.plugin.registry import DECODERS, create_plugin
 from pagedkv.plugin.resolved_config import ModelSettings, ResolvedConfig
 
 from .attention import ATTENTION_NAME, CONTEXT_KEYWORD
@@ -36,7 +37,7 @@ OFF = "off"
 class TransformersModel:
     """Any causal model whose layers all go through transformers' attention interface."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class TransformersModel:
         scales = load_checkpoint_scales(config.model)
         if config.model.decoder == OFF:
             return cls(model, spec, scales)
-        kernels = load_plugin(DECODERS, config.model.decoder).create(device)
+        kernels = create_plugin(DECODERS, config.model.decoder, config.plugins, device)
         try:
             decoder = build_fused_decoder(model, spec, kernels)
         except DecoderMismatchError as error:

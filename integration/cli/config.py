@@ -22,16 +22,19 @@ def config(
 ) -> None:
     """Check the config, and show each key with its value from file, environment and flags."""
     from pagedkv.plugin.config import list_config_keys, load_config
+    from pagedkv.plugin.plugin_keys import list_plugin_keys
 
     keys = list_config_keys()
     if as_markdown:
         print(markdown_table(keys))
         return
     written = load_config(config, parse_settings(settings))
+    rows = [(key.path, _value_of(written, key), key.default, key.description) for key in keys]
+    rows += [(key.path, key.value, key.default, key.description) for key in list_plugin_keys(written)]
     if as_json:
-        print(json.dumps({key.path: _value_of(written, key) for key in keys}))
+        print(json.dumps({path: value for path, value, _, _ in rows}, default=str))
     else:
-        _print_table(written, keys)
+        _print_table(rows)
 
 
 def markdown_table(keys: list[ConfigKey]) -> str:
@@ -45,16 +48,15 @@ def _value_of(written: Config, key: ConfigKey) -> Any:
 
 
 def _as_toml(value: Any) -> str:
-    return json.dumps(int(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+    return json.dumps(int(value) if isinstance(value, int) and not isinstance(value, bool) else value, default=str)
 
 
-def _print_table(written: Config, keys: list[ConfigKey]) -> None:
+def _print_table(rows: list[tuple[str, Any, Any, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("key", "value", "default", "meaning")
-    for key in keys:
-        value = _as_toml(_value_of(written, key))
-        default = _as_toml(key.default)
-        table.add_row(key.path, value if value == default else f"[bold]{value}[/bold]", default, key.description)
+    for path, value, default, description in rows:
+        shown, usual = _as_toml(value), _as_toml(default)
+        table.add_row(path, shown if shown == usual else f"[bold]{shown}[/bold]", usual, description)
     Console().print(table)

@@ -15,11 +15,12 @@ from pagedkv.integration.measure.evaluation.texts import cut_sequences, load_tex
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, find_kv_dtype, find_static_variant
 from pagedkv.plugin.kv_scales import key_scale_name, value_scale_name
 from pagedkv.plugin.model_spec import AttentionSpec
-from pagedkv.plugin.registry import KERNELS, MODELS, load_plugin
+from pagedkv.plugin.registry import KERNELS, MODELS, create_plugin, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.step_plan import BlockCopy
 
@@ -57,7 +58,7 @@ class Magnitudes:
 class RecordingKernels:
     """Implements `AttentionKernels` with other kernels, and records the magnitudes of stored numbers by layer."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     can_capture_graphs = False
 
     def __init__(self, kernels: AttentionKernels) -> None:
@@ -96,7 +97,7 @@ class RecordingKernels:
     @classmethod
     def create(cls, device: torch.device) -> RecordingKernels:
         """Makes kernels that record what the `auto` kernels store."""
-        return cls(load_plugin(KERNELS, "auto").create(device))
+        return cls(create_plugin(KERNELS, "auto", {}, device))
 
 
 def _identity(storage: KVStorage) -> int:
@@ -138,7 +139,7 @@ def calibrate_scales(
         for text in texts.values()
         for sequence in cut_sequences(text, tokenizer, max_tokens // len(texts), sequence_tokens)
     ]
-    kernels = RecordingKernels(load_plugin(KERNELS, resolved.kernels).create(resolved.device))
+    kernels = RecordingKernels(create_plugin(KERNELS, resolved.kernels, resolved.plugins, resolved.device))
     run = PagedRun(
         adapter.load(resolved, resolved.device),
         kernels,

@@ -18,6 +18,7 @@ from pagedkv.kernels.cpu.decoder_library import DecoderLibrary, LayerArgs, Model
 from pagedkv.kernels.cpu.packing import Packer
 from pagedkv.plugin.attention_metadata import AttentionOptions, LayerAttention
 from pagedkv.plugin.decoder import DecoderLayer, DecoderShape, DecoderWeights
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import ModelInput
 from pagedkv.plugin.model_spec import AttentionSpec
 
@@ -30,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class CpuDecoderKernels:
     """Implements `DecoderKernels` on CPUs for float32 and bfloat16."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     name = "cpu"
 
     def __init__(self, device: torch.device, compiler_flags: tuple[str, ...] = ()) -> None:

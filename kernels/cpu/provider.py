@@ -24,6 +24,7 @@ from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, find_stat
 from pagedkv.kernels.cpu.memory import allocate_zeros
 from pagedkv.kernels.cpu.nibbles import are_supported_nibbles, list_nibble_tensors, read_nibbles
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVCacheSpec, KVDtype, ScaleGranularity
 from pagedkv.plugin.model_spec import AttentionSpec
@@ -40,7 +41,7 @@ _MAX_BLOCK_SIZE = 512
 class CpuKernels:
     """Implements `AttentionKernels` on CPUs for every KV dtype of `pagedkv.plugin.kv_dtypes`."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     name = "cpu"
     can_capture_graphs = False
 

@@ -19,6 +19,7 @@ from pagedkv.kernels.triton.tuning import device_architecture
 from pagedkv.plugin.attention_metadata import LayerAttention
 from pagedkv.plugin.decoder import DecoderLayer, DecoderShape, DecoderWeights, Projection, Rotary
 from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import ModelInput
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonDecoderKernels:
     """Implements `DecoderKernels` on a GPU and, for tests, in triton's interpreter."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:

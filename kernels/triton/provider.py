@@ -18,6 +18,7 @@ from pagedkv.kernels.triton.store_int4 import plan_rotate, plan_store_int4
 from pagedkv.kernels.triton.tuning import INTERPRETER, MAX_HEAD_DIM, Architecture, device_architecture
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import KVCacheSpec
 from pagedkv.plugin.model_spec import AttentionSpec
@@ -32,7 +33,7 @@ _QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonKernels:
     """Implements `AttentionKernels` on a GPU and, for tests, in triton's interpreter."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     name = "triton"
 
     def __init__(self, device: torch.device, architecture: Architecture) -> None:

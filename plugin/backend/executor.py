@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from pagedkv.plugin.abilities import PreparesSteps
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata
 from pagedkv.plugin.backend.graphs import PaddedDecodes
 from pagedkv.plugin.backend.live_sequence import LiveSequence
@@ -67,7 +68,8 @@ class StepExecutor:
         On a GPU they run as CUDA graphs. A model or kernels that can't be captured run without; the log says so."""
         if not batch_sizes or not self._kernels.can_capture_graphs:
             return
-        decodes = PaddedDecodes(self._forward, batch_sizes, max_seq_len, self._block_size, self._device)
+        prepared = self._kernels if isinstance(self._kernels, PreparesSteps) else None
+        decodes = PaddedDecodes(self._forward, batch_sizes, max_seq_len, self._block_size, self._device, prepared)
         if self._device.type == "cuda":
             try:
                 decodes.capture()
@@ -96,7 +98,10 @@ class StepExecutor:
         if self._padded_decodes and self._padded_decodes.can_run(step_input):
             logits = self._padded_decodes.run(step_input)
         else:
-            logits = self._forward(step_input.model_input(self._device), step_input.metadata(self._device))
+            metadata = step_input.metadata(self._device)
+            if isinstance(self._kernels, PreparesSteps):
+                self._kernels.begin_step(metadata, step_input.host_lengths())
+            logits = self._forward(step_input.model_input(self._device), metadata)
         if step_input.next_token_ids.size:
             _collect_prefill_logprobs(plan, sequences, step_input, logits)
         return self._sample(plan, sequences, logits[: step_input.num_sampling_rows])

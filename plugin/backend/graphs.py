@@ -12,8 +12,10 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from pagedkv.plugin.abilities import HostLengths, PreparesSteps
 from pagedkv.plugin.attention_metadata import PADDING_SLOT, AttentionMetadata
 from pagedkv.plugin.backend.step_input import Int32Array, Int64Array, StepInput
 from pagedkv.plugin.interface import ModelInput
@@ -86,12 +88,20 @@ class PaddedDecodes:
     """Runs decode steps at the given sizes. It can't run larger ones."""
 
     def __init__(
-        self, forward: Forward, sizes: Sequence[int], max_seq_len: int, block_size: int, device: torch.device
+        self,
+        forward: Forward,
+        sizes: Sequence[int],
+        max_seq_len: int,
+        block_size: int,
+        device: torch.device,
+        kernels: PreparesSteps | None = None,
     ) -> None:
-        """Makes the buffers. `sizes` must not be empty."""
+        """Makes the buffers. `sizes` must not be empty; `kernels` are told of each step."""
         self._sizes = sorted(sizes)
         self._forward = forward
         self._buffers = DecodeBuffers.create(self._sizes[-1], max_seq_len, block_size, device)
+        self._kernels = kernels
+        self._metadata = {size: self._buffers.metadata(size) for size in self._sizes}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def capture(self) -> None:
@@ -102,6 +112,8 @@ class PaddedDecodes:
         """
         memory_pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
+            if self._kernels is not None:
+                self._kernels.begin_step(self._metadata[size], _lengths_of_padding(size))
             self._run(size)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory_pool):
@@ -122,6 +134,8 @@ class PaddedDecodes:
         num_rows = len(step_input.token_ids)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         self._buffers.fill(step_input, size)
+        if self._kernels is not None:
+            self._kernels.begin_step(self._metadata[size], step_input.host_lengths(size - num_rows))
         if size not in self._graphs:
             return self._run(size)[:num_rows]
         graph, logits = self._graphs[size]
@@ -129,7 +143,11 @@ class PaddedDecodes:
         return logits[:num_rows]
 
     def _run(self, size: int) -> torch.Tensor:
-        return self._forward(self._buffers.model_input(size), self._buffers.metadata(size))
+        return self._forward(self._buffers.model_input(size), self._metadata[size])
+
+
+def _lengths_of_padding(num_rows: int) -> HostLengths:
+    return HostLengths(np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32))
 
 
 def _fill(target: torch.Tensor, rows: Int32Array | Int64Array) -> None:

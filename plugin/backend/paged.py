@@ -19,8 +19,8 @@ from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, make_stats
 from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
 from pagedkv.plugin.distributed import ShardInfo, joined_group
 from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion, find_layer_faults, find_missing_features
 from pagedkv.plugin.interface import (
-    INTERFACE_VERSION,
     AttentionKernels,
     BackendInfo,
     CacheManager,
@@ -33,8 +33,8 @@ from pagedkv.plugin.kv_events import FlushesPrefixCache, KVEventListener, Report
 from pagedkv.plugin.kv_scales import LayerScales, load_kv_scales, warn_of_unsafe_scales
 from pagedkv.plugin.limits import ResolvedLimits, resolve_limits
 from pagedkv.plugin.model_spec import ModelSpec
-from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, load_plugin
-from pagedkv.plugin.requests import Request, RequestId, StepOutput, find_finish_reason
+from pagedkv.plugin.registry import CACHE_MANAGERS, KERNELS, MODELS, SCHEDULERS, create_plugin, load_plugin
+from pagedkv.plugin.requests import SAMPLING_FEATURES, Request, RequestId, StepOutput, find_finish_reason
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.sampling.sampler import SampledToken
 from pagedkv.plugin.stats import BackendStats, Counters
@@ -64,7 +64,8 @@ class PagedBackend:
     same order, and a step that fails raises ShardError and ends them all.
     """
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
+    features: ClassVar[frozenset[str]] = SAMPLING_FEATURES
 
     def __init__(self, config: ResolvedConfig, model: ModelAdapter, kernels: AttentionKernels) -> None:
         self._config = config
@@ -87,8 +88,9 @@ class PagedBackend:
                 "scheduler.max_gap_ms follows each process's own clock, and shards must decide alike; set it to 0, and "
                 "scheduler.max_step_tokens as low as the gap needs"
             )
-        kernels = load_plugin(KERNELS, config.kernels).create(config.device)
-        model = load_plugin(MODELS, config.model.adapter).load(config, config.device)
+        _refuse_unknown_plans(config)
+        kernels = create_plugin(KERNELS, config.kernels, config.plugins, config.device)
+        model = create_plugin(MODELS, config.model.adapter, config.plugins, config, config.device)
         _refuse_unsupported_layers(config, model.spec, kernels)
         return cls(config, model, kernels)
 
@@ -269,7 +271,10 @@ class PagedBackend:
 
     def _make_pool(self, num_blocks: int, limits: ResolvedLimits) -> Pool:
         config = self._config
-        cache = load_plugin(CACHE_MANAGERS, config.cache.manager).create(
+        cache = create_plugin(
+            CACHE_MANAGERS,
+            config.cache.manager,
+            config.plugins,
             num_blocks,
             config.cache.block_size,
             has_prefix_cache=config.cache.has_prefix_cache,
@@ -277,7 +282,7 @@ class PagedBackend:
         )
         num_tokens = num_blocks * config.cache.block_size
         settings = replace(config.scheduler, max_step_tokens=limits.max_step_tokens)
-        scheduler = load_plugin(SCHEDULERS, settings.name).create(settings, cache, num_tokens)
+        scheduler = create_plugin(SCHEDULERS, settings.name, config.plugins, settings, cache, num_tokens)
         return Pool(cache, scheduler, limits, num_blocks)
 
     def _describe_capacity(self, num_blocks: int, limits: ResolvedLimits) -> Capacity:
@@ -361,11 +366,21 @@ def _load_static_scales(config: ResolvedConfig, model: ModelAdapter) -> Sequence
     return scales
 
 
+def _refuse_unknown_plans(config: ResolvedConfig) -> None:
+    scheduler = load_plugin(SCHEDULERS, config.scheduler.name)
+    missing = find_missing_features(PagedBackend, getattr(scheduler, "plan_features", ()))
+    if missing:
+        raise UnsupportedError(
+            f"plans of the scheduler {config.scheduler.name!r} need features that the backend 'paged' does not have: "
+            f"{', '.join(missing)}"
+        )
+
+
 def _refuse_unsupported_layers(config: ResolvedConfig, model: ModelSpec, kernels: AttentionKernels) -> None:
     reasons: dict[str, None] = {}
     for layer in model.layers:
         cache_spec = layer.cache_spec(config.cache.block_size, config.cache.kv_dtype)
-        reasons.update(dict.fromkeys(kernels.unsupported_reasons(layer, cache_spec, config.dtype)))
+        reasons.update(dict.fromkeys(find_layer_faults(kernels, layer, cache_spec, config.dtype)))
     if reasons:
         raise UnsupportedError(
             f"the attention kernels {kernels.name!r} can't serve {model.architecture} here: " + "; ".join(reasons)

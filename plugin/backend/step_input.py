@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagedkv.plugin.abilities import HostLengths
 from pagedkv.plugin.attention_metadata import AttentionMetadata
 from pagedkv.plugin.backend.live_sequence import LiveSequence
 from pagedkv.plugin.interface import ModelInput
@@ -48,6 +49,13 @@ class StepInput:
     def model_input(self, device: torch.device) -> ModelInput:
         return ModelInput(
             to_device(self.token_ids, device), to_device(self.positions, device), to_device(self.logit_rows, device)
+        )
+
+    def host_lengths(self, num_padding_rows: int = 0) -> HostLengths:
+        """The rows' lengths, followed by those of rows that only pad: one query token, no context."""
+        query_lens = np.diff(self.cu_seqlens_q)
+        return HostLengths(
+            np.pad(query_lens, (0, num_padding_rows), constant_values=1), np.pad(self.seq_lens, (0, num_padding_rows))
         )
 
     def metadata(self, device: torch.device) -> AttentionMetadata:

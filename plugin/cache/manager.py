@@ -15,6 +15,7 @@ from pagedkv.plugin.cache.integrity import check_integrity, count_used_slots
 from pagedkv.plugin.cache.prefix_index import PrefixIndex
 from pagedkv.plugin.cache.sequence_blocks import SequenceBlocks, count_unfilled_slots
 from pagedkv.plugin.errors import IntegrityError, RequestError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import BlockGrant, BlockPlan
 from pagedkv.plugin.kv_events import KVEventListener, StoredBlock
 from pagedkv.plugin.requests import CacheNamespace, RequestId
@@ -35,7 +36,7 @@ class PagedCacheManager:
     other grant of the same step can take that block before the copy has run.
     """
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
 
     def __init__(self, num_blocks: int, block_size: int, *, has_prefix_cache: bool, kv_dtype_name: str) -> None:
         self._block_size = block_size

@@ -15,7 +15,8 @@ import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionOptions
 from pagedkv.plugin.errors import UnsupportedError
-from pagedkv.plugin.interface import INTERFACE_VERSION, ModelInput, Tokenizer
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
+from pagedkv.plugin.interface import ModelInput, Tokenizer
 from pagedkv.plugin.model_spec import AttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ HEAD_DIM = 32
 class TokenModel:
     """A ModelAdapter without a checkpoint; create it directly."""
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
 
     def __init__(self, vocab_size: int = 97, max_position_tokens: int = 8192, num_layers: int = 1) -> None:
         generator = torch.Generator().manual_seed(0)

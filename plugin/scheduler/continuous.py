@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
-from pagedkv.plugin.interface import INTERFACE_VERSION, BlockGrant, CacheManager
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
+from pagedkv.plugin.interface import BlockGrant, CacheManager
 from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.resolved_config import SchedulerSettings
 from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
@@ -39,7 +40,7 @@ class ContinuousScheduler:
     however small the cache is.
     """
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
 
     def __init__(self, config: SchedulerSettings, cache: CacheManager, num_cache_tokens: int) -> None:
         self._cache = cache

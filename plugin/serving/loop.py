@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from pagedkv.plugin.errors import DrainingError, OverloadedError, PagedKVError, StepError, UnavailableError
+from pagedkv.plugin.errors import (
+    DrainingError,
+    OverloadedError,
+    PagedKVError,
+    StepError,
+    UnavailableError,
+    UnsupportedRequestError,
+)
+from pagedkv.plugin.features import understood_features
 from pagedkv.plugin.interface import Backend
 from pagedkv.plugin.observer import Observers, Outcome
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams, StepOutput
@@ -51,6 +59,7 @@ class ServingLoop:
         max_live_samples: int = 4096,
     ) -> None:
         self._backend = backend
+        self._understood = understood_features(backend)
         self._thread = thread
         self._observers = observers or Observers()
         self._is_shared = is_shared
@@ -91,6 +100,7 @@ class ServingLoop:
 
         The future raises:
             RequestError, CapacityError: the request is wrong, or can never fit.
+            UnsupportedRequestError: it has parameters that the backend does not know.
             OverloadedError: too many are live already.
             UnavailableError: the loop is draining or its backend is not warmed up.
         """
@@ -117,6 +127,8 @@ class ServingLoop:
         if self._is_draining:
             raise DrainingError("the server is draining; send new requests elsewhere")
         params = generation.params
+        if missing := params.features - self._understood:
+            raise UnsupportedRequestError(f"this server's backend does not know {', '.join(sorted(missing))}")
         if len(self._live) + params.n > self._max_live_samples:
             raise OverloadedError(
                 f"{len(self._live)} requests run and wait here, at most {self._max_live_samples} may; try again later, "

@@ -1,6 +1,7 @@
 """The auto kernels pick one provider that serves every layer, and say which and why."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,13 +49,13 @@ class WideKernels(_Picky):
 def make_auto(monkeypatch: pytest.MonkeyPatch, *kinds: type[ReferenceKernels]) -> AutoKernels:
     plugins = {kind.name: kind for kind in kinds}
 
-    def find(_: object, name: str) -> type[ReferenceKernels]:
+    def create(_group: object, name: str, _tables: object, device: torch.device) -> ReferenceKernels:
         if name not in plugins:
             raise PluginError(f"unknown attention kernels {name!r}")
-        return plugins[name]
+        return plugins[name].create(device)
 
     monkeypatch.setattr(auto, "CANDIDATES", ("narrow", "wide", "reference"))
-    monkeypatch.setattr(auto, "load_plugin", find)
+    monkeypatch.setattr(auto, "create_plugin", create)
     return AutoKernels.create(CPU)
 
 
@@ -121,3 +122,16 @@ def test_without_a_compiler_the_reference_is_picked_and_the_log_says_so(
         kernels.allocate(NARROW.cache_spec(16, FP32), 1)
     assert kernels.name == "reference"
     assert "not cpu: no C compiler found" in caplog.text
+
+
+def test_a_provider_that_does_not_name_a_layers_feature_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Knowing(ReferenceKernels):
+        name = "wide"
+        features = frozenset({"latent"})
+
+    kernels = make_auto(monkeypatch, NarrowKernels, Knowing, ReferenceKernels)
+    assert not ask(kernels, replace(NARROW, features=frozenset({"latent"})))
+    assert kernels.name == "wide"
+    assert "they do not name the feature 'other'" in " ".join(
+        ask(kernels, replace(NARROW, features=frozenset({"other"})))
+    )

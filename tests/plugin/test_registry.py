@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pagedkv.plugin.errors import PluginError
-from pagedkv.plugin.interface import INTERFACE_VERSION, AttentionKernels, Scheduler
+from pagedkv.plugin.features import INTERFACE_VERSION
+from pagedkv.plugin.interface import AttentionKernels, Scheduler
 from pagedkv.plugin.registry import (
     GROUPS,
     KERNELS,
@@ -123,9 +124,14 @@ def test_a_plugin_whose_class_is_missing_names_its_distribution(install_distribu
         ("def Mine(): ...", "which is no class"),
         (
             GOOD_SCHEDULER.replace(f"interface_version = {INTERFACE_VERSION}", "interface_version = 99"),
-            "99, this paged",
+            "99.0, this pagedkv speaks 2.0: install a newer pagedkv",
         ),
         (GOOD_SCHEDULER.replace(f"interface_version = {INTERFACE_VERSION}", ""), "interface_version None"),
+        (GOOD_SCHEDULER.replace(f"= {INTERFACE_VERSION}", "= (2, 1)"), "2.1, this pagedkv speaks 2.0"),
+        (GOOD_SCHEDULER.replace(f"= {INTERFACE_VERSION}", "= 0"), "install a newer version of the plugin"),
+        (GOOD_SCHEDULER.replace(f"= {INTERFACE_VERSION}", "= '2.0'"), "interface_version '2.0'; it must be (major"),
+        (GOOD_SCHEDULER + "    features = 'latent'\n", "features is 'latent'; it must be a frozenset"),
+        (GOOD_SCHEDULER + "    settings_model = dict\n", "it must be a pydantic model"),
         (GOOD_SCHEDULER.replace("def fail(self, plan): ...", ""), "fail is missing"),
         (GOOD_SCHEDULER.replace("def fail(self, plan): ...", "fail = 3"), "fail is no method"),
         (GOOD_SCHEDULER.replace("only=None, ", ""), "schedule takes no parameter 'only'"),

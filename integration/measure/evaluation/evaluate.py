@@ -19,7 +19,7 @@ from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import ModelAdapter, Tokenizer
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, find_kv_dtype
 from pagedkv.plugin.kv_scales import read_kv_scales
-from pagedkv.plugin.registry import KERNELS, MODELS, load_plugin
+from pagedkv.plugin.registry import KERNELS, MODELS, create_plugin, load_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
 
 DEFAULT_KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
@@ -66,7 +66,7 @@ class _Evaluator:
             scales = read_kv_scales(self.settings.kv_scales, self.model.spec.layers, self.config.device)
         run = PagedRun(
             self.model,
-            load_plugin(KERNELS, self.config.kernels).create(self.config.device),
+            create_plugin(KERNELS, self.config.kernels, self.config.plugins, self.config.device),
             kv_dtype,
             num_rows=num_rows,
             max_tokens=max_tokens,

@@ -9,6 +9,7 @@ import torch
 
 from pagedkv.plugin.attention_metadata import AttentionContext, AttentionMetadata
 from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.features import find_layer_faults
 from pagedkv.plugin.interface import AttentionKernels, KVStorage, ModelAdapter, ModelInput
 from pagedkv.plugin.kv_dtypes import KVDtype
 
@@ -84,8 +85,8 @@ class PagedRun:
         reasons = {
             reason
             for layer in spec.layers
-            for reason in self._kernels.unsupported_reasons(
-                layer, layer.cache_spec(self._block_size, kv_dtype), spec.dtype
+            for reason in find_layer_faults(
+                self._kernels, layer, layer.cache_spec(self._block_size, kv_dtype), spec.dtype
             )
         }
         if reasons:

@@ -34,7 +34,8 @@ from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.adapters.tgi.server import GenerationServer
 from pagedkv.plugin.config import ServerSection, parse_config
-from pagedkv.plugin.interface import INTERFACE_VERSION, BackendInfo, Capacity, Tokenizer, WarmupLimits
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
+from pagedkv.plugin.interface import BackendInfo, Capacity, Tokenizer, WarmupLimits
 from pagedkv.plugin.kv_dtypes import find_kv_dtype
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.registry import MODELS, load_plugin
@@ -62,7 +63,7 @@ TEXT = (
 class EchoBackend:
     """Says the same text for ever, one token a step, at once."""
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
 
     def __init__(self, spec: ModelSpec, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids

@@ -26,8 +26,8 @@ from pagedkv.plugin.attention_metadata import AttentionContext
 from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import load_config
 from pagedkv.plugin.errors import UnsupportedError
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import (
-    INTERFACE_VERSION,
     CacheManager,
     ModelInput,
     Scheduler,
@@ -67,7 +67,7 @@ class Figure:
 class ConstantModel:
     """A model adapter that costs nothing: the same logits for every row, nothing stored, nothing attended."""
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     spec = ModelSpec(
         architecture="ConstantModel",
         dtype=torch.float32,

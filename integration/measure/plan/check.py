@@ -16,7 +16,7 @@ from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import Backend, WarmupLimits
 from pagedkv.plugin.memory import DeviceMemory, read_device_memory
-from pagedkv.plugin.registry import BACKENDS, load_plugin
+from pagedkv.plugin.registry import BACKENDS, create_plugin
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import MemoryFraction
 
@@ -85,7 +85,7 @@ def check_plan(written: Config) -> CheckResult:
         raise UnsupportedError(f"the plan knows the backends paged and contiguous, not {written.backend}")
     config = MemoryPlan(written, PlanRequest(Traffic(1, 1))).config
     before = count_tensor_bytes(config.device)
-    backend = load_plugin(BACKENDS, written.backend).create(config)
+    backend = create_plugin(BACKENDS, written.backend, config.plugins, config)
     try:
         loaded = count_tensor_bytes(config.device)
         # Read as late as the engine does: other programs allocate and free memory while a model is loaded.

@@ -17,10 +17,11 @@ from pagedkv.integration.measure.plan.traffic import Traffic
 from pagedkv.integration.measure.plan.weights import count_decoder_bytes, count_weight_bytes
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError, PagedKVError, UnsupportedError
+from pagedkv.plugin.features import find_layer_faults
 from pagedkv.plugin.kv_dtypes import KVDtype, find_kv_dtype, known_kv_dtypes
 from pagedkv.plugin.memory import DeviceMemory
 from pagedkv.plugin.model_spec import ModelSpec
-from pagedkv.plugin.registry import KERNELS, load_plugin
+from pagedkv.plugin.registry import KERNELS, create_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config
 
 MAX_SHARDS = 64
@@ -128,13 +129,13 @@ class MemoryPlan:
         if not self.is_device_here:
             return ""
         try:
-            kernels = load_plugin(KERNELS, self.config.kernels).create(self.config.device)
+            kernels = create_plugin(KERNELS, self.config.kernels, self.config.plugins, self.config.device)
         except PagedKVError as error:
             return str(error)
         reasons: dict[str, None] = {}
         for layer in dict.fromkeys(self.shard.layers):
             spec = layer.cache_spec(self.config.cache.block_size, kv_dtype)
-            reasons.update(dict.fromkeys(kernels.unsupported_reasons(layer, spec, self.config.dtype)))
+            reasons.update(dict.fromkeys(find_layer_faults(kernels, layer, spec, self.config.dtype)))
         return "; ".join(reasons)
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
+from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion
 from pagedkv.plugin.interface import KVStorage
 from pagedkv.plugin.kv_dtypes import KVCacheSpec
 from pagedkv.plugin.model_spec import AttentionSpec
@@ -16,7 +17,7 @@ from pagedkv.plugin.model_spec import AttentionSpec
 class ShapeKernels:
     """Implements `AttentionKernels`. Results have the real sizes; other memory of kernels is not counted."""
 
-    interface_version: ClassVar[int] = 1
+    interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
     name = "shapes"
     can_capture_graphs = True
 

@@ -93,7 +93,7 @@ def test_kernels_that_compute_something_else_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("pagedkv.adapters.transformers.paged_model.load_plugin", lambda *_: WrongKernels)
+    monkeypatch.setattr("pagedkv.adapters.transformers.paged_model.create_plugin", lambda *_: WrongKernels())
     model = TransformersModel.load(resolved(tiny_model("llama")), CPU)
     monkeypatch.undo()
     assert "the decoder kernels wrong are not used" in caplog.text

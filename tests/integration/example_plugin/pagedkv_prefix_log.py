@@ -12,7 +12,7 @@ logger = logging.getLogger("pagedkv.prefix_log")
 class PrefixLogCacheManager(PagedCacheManager):
     """The paged cache manager, talking."""
 
-    interface_version = 1
+    interface_version = (2, 0)
 
     def acquire(self, seq_id: RequestId, num_tokens: int) -> BlockGrant | None:
         is_admission = not self.block_table(seq_id)

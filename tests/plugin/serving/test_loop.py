@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from pagedkv.plugin.backend.paged import PagedBackend
 from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.conformance.token_model import TokenModel
-from pagedkv.plugin.errors import CapacityError, OverloadedError, PagedKVError, RequestError, UnavailableError
+from pagedkv.plugin.errors import (
+    CapacityError,
+    OverloadedError,
+    PagedKVError,
+    RequestError,
+    UnavailableError,
+    UnsupportedRequestError,
+)
 from pagedkv.plugin.interface import WarmupLimits
 from pagedkv.plugin.registry import KERNELS, load_plugin
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams, StepOutput
@@ -164,3 +171,14 @@ def test_a_loop_that_ends_says_so_to_whom_it_serves() -> None:
     assert all(isinstance(setup.inbox.errors[sample.request.id], UnavailableError) for sample in samples)
     setup.require_empty()
     setup.close()
+
+
+def test_a_parameter_that_the_backend_does_not_know_is_refused_alone(setup: Setup, monkeypatch) -> None:
+    monkeypatch.setattr(setup.loop, "_understood", frozenset({"min_p"}))
+    for params in (SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=2, min_p=0.5)):
+        samples = setup.loop.start(GenerationRequest([1, 2], params), setup.inbox).result(TIMEOUT_S)
+        setup.loop.abort(samples)
+    with pytest.raises(UnsupportedRequestError, match="does not know output_penalties"):
+        setup.loop.start(
+            GenerationRequest([1, 2], SamplingParams(max_new_tokens=2, presence_penalty=1.0)), setup.inbox
+        ).result(TIMEOUT_S)
