@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,8 @@ class TokenCounts:
 
     def update(self, token_ids: Sequence[int]) -> None:
         """Counts what has been appended to the sequence since the last call."""
-        for token_id in islice(token_ids, self._num_counted, None):
+        # A slice: an iterator that skips would walk over all that was counted before, at every step.
+        for token_id in token_ids[self._num_counted :]:
             place = self._index.setdefault(token_id, len(self._index))
             if place == len(self._counts):
                 self._token_ids.append(token_id)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from pagedkv.plugin.interface import CacheManager
-from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.growth import GrowthPromises, num_tokens_grown
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
 from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
 
@@ -42,16 +42,16 @@ class AdmissionPolicy:
     cache: CacheManager
     block_size: int
     recompute_meter: RecomputeMeter
+    promises: GrowthPromises
 
     def consider(
         self,
         sequence: SequenceProgress,
         running: Sequence[SequenceProgress],
-        live: Mapping[RequestId, SequenceProgress],
         draft: StepDraft,
     ) -> Admission:
         """Decides what to do with a waiting sequence now. Changes nothing."""
-        parent = live.get(sequence.parent_id) if sequence.parent_id is not None else None
+        parent = sequence.parent
         num_forkable_tokens = 0
         if parent is not None and parent.is_running:
             if parent in draft and parent.num_computed_tokens < sequence.num_shareable_tokens:
@@ -73,20 +73,5 @@ class AdmissionPolicy:
         """Slots of the new sequence, and whole blocks for the growth of the running ones."""
         min_growth_tokens = self.block_size << sequence.num_preemptions
         is_careful = self.recompute_meter.is_exceeded
-        num_promised_blocks = sum(
-            self._num_blocks(_num_tokens_grown(other, min_growth_tokens, is_careful))
-            - self._num_blocks(other.num_acquired_tokens)
-            for other in running
-        )
-        num_own_slots = _num_tokens_grown(sequence, min_growth_tokens, is_careful)
-        return num_own_slots + num_promised_blocks * self.block_size
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-
-def _num_tokens_grown(sequence: SequenceProgress, min_growth_tokens: int, is_careful: bool) -> int:
-    num_growth_tokens = min_growth_tokens
-    if is_careful:
-        num_growth_tokens = max(num_growth_tokens, (sequence.max_cache_tokens - sequence.num_tokens) // 2)
-    return sequence.num_tokens_after(num_growth_tokens)
+        num_promised_blocks = self.promises.num_blocks(running, min_growth_tokens, is_careful)
+        return num_tokens_grown(sequence, min_growth_tokens, is_careful) + num_promised_blocks * self.block_size

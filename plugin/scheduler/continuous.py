@@ -21,6 +21,7 @@ from pagedkv.plugin.requests import RequestId
 from pagedkv.plugin.resolved_config import SchedulerSettings
 from pagedkv.plugin.scheduler.admission import Admission, AdmissionPolicy, Decision
 from pagedkv.plugin.scheduler.draft import StepDraft
+from pagedkv.plugin.scheduler.growth import GrowthPromises
 from pagedkv.plugin.scheduler.idle import find_idle, note_in_vain, note_named
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
 from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
@@ -57,7 +58,8 @@ class ContinuousScheduler:
         self._num_steps = 0
         self._num_preemptions = 0
         self._recompute_meter = RecomputeMeter(num_cache_tokens)
-        self._admission = AdmissionPolicy(cache, config.block_size, self._recompute_meter)
+        self._promises = GrowthPromises(config.block_size)
+        self._admission = AdmissionPolicy(cache, config.block_size, self._recompute_meter, self._promises)
 
     @classmethod
     def create(cls, config: SchedulerSettings, cache: CacheManager, num_cache_tokens: int) -> Self:
@@ -77,6 +79,8 @@ class ContinuousScheduler:
         self._cache.open(state.id, state.token_ids, state.namespace, may_reuse_prefix=state.may_reuse_prefix)
         self._num_arrivals += 1
         self._live[state.id] = state
+        if state.parent is not None:
+            state.parent.num_children += 1
         self._waiting.append(state)
 
     def schedule(self, only: Collection[RequestId] | None = None, max_chunk_tokens: int | None = None) -> StepPlan:
@@ -100,6 +104,7 @@ class ContinuousScheduler:
         self._extend_running(draft, eligible, max_chunk_tokens)
         # While running sequences lack blocks, no new sequence is admitted.
         if not draft.is_cache_full:
+            self._promises.clear()
             self._admit_waiting(draft, eligible)
         plan = draft.build(self._num_steps, self._cache)
         self._num_steps += 1
@@ -252,12 +257,13 @@ class ContinuousScheduler:
     def _consider(self, sequence: SequenceProgress, draft: StepDraft) -> Admission:
         if len(self._running) >= self._max_num_running:
             return Admission(Decision.NO_ROOM)
-        return self._admission.consider(sequence, self._running, self._live, draft)
+        return self._admission.consider(sequence, self._running, draft)
 
     def _preempt_idle(self, draft: StepDraft) -> None:
         idle = find_idle(self._running)
         assert idle is not None
         self._preempt(idle, draft)
+        self._promises.clear()
 
     def _admit(self, sequence: SequenceProgress, admission: Admission, draft: StepDraft) -> None:
         start = admission.num_cached_tokens
@@ -275,12 +281,22 @@ class ContinuousScheduler:
         sequence.num_steps_in_vain = 0
         note_named([sequence], self._num_steps)
         insort(self._running, sequence, key=_by_arrival)
+        self._promises.add(sequence)
         draft.add(sequence, num_tokens, grant.copies)
 
     def _remove(self, sequence: SequenceProgress) -> None:
         self._cache.release(sequence.id)
         (self._running if sequence.is_running else self._waiting).remove(sequence)
         del self._live[sequence.id]
+        if sequence.parent is not None:
+            sequence.parent.num_children -= 1
+        if sequence.num_children:
+            self._orphan_children(sequence)
+
+    def _orphan_children(self, parent: SequenceProgress) -> None:
+        for sequence in self._live.values():
+            if sequence.parent is parent:
+                sequence.parent = None
 
     def _refuse_open_plan(self, call: str) -> None:
         if self._open_plan is not None:

@@ -23,9 +23,12 @@ class SequenceProgress:
     """Tokens whose KV the sequence holds at its end."""
     namespace: CacheNamespace
     may_reuse_prefix: bool
-    parent_id: RequestId | None
+    parent: SequenceProgress | None
+    """The sequence to fork from, while it shares a beginning and is live. An id may be another sequence's by now."""
     num_shareable_tokens: int
     """Tokens whose KV can be forked from the parent once the parent has computed them."""
+    num_children: int = 0
+    """Live sequences that name this one as their parent."""
     is_running: bool = False
     num_computed_tokens: int = 0
     num_acquired_tokens: int = 0
@@ -59,7 +62,7 @@ class SequenceProgress:
             max_cache_tokens=max_cache_tokens,
             namespace=new.namespace,
             may_reuse_prefix=new.may_reuse_prefix,
-            parent_id=new.parent_id,
+            parent=parent if num_shareable_tokens else None,
             num_shareable_tokens=num_shareable_tokens,
         )
 

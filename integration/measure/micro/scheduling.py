@@ -213,6 +213,23 @@ def measure_admission(num_repeats: int) -> list[Figure]:
     ]
 
 
+def measure_burst(num_requests: int, num_repeats: int) -> Figure:
+    """`schedule` of a step that admits a burst of short prompts, all at once."""
+    prompts, timings = Prompts(), []
+    settings = SchedulerSettings("continuous", 2**20, num_requests, BLOCK_SIZE)
+    num_blocks = 8 * num_requests
+    for _ in range(num_repeats):
+        cache = load_plugin(CACHE_MANAGERS, "paged").create(num_blocks, BLOCK_SIZE)
+        scheduler = load_plugin(SCHEDULERS, settings.name).create(settings, cache, num_blocks * BLOCK_SIZE)
+        for index in range(num_requests):
+            scheduler.add(NewSequence(RequestId(index), prompts.next(4 * BLOCK_SIZE), 32, CacheNamespace()))
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        timings.append((time.perf_counter() - start) * 1e3)
+        assert len(plan.scheduled) == num_requests
+    return Figure(f"admission of a burst of {num_requests} prompts", median_after_warmup(timings), "ms", bar=20)
+
+
 def time_unique_prompts(has_prefix_cache: bool) -> float:
     """Microseconds of scheduling a token, where no prompt is ever seen twice and blocks have to be evicted."""
     num_requests, num_new_tokens = 4 * NUM_SEQUENCES, 64
@@ -256,6 +273,7 @@ def measure_all(model: str | None) -> list[Figure]:
     # The tensors of a step without a model are too small to share among threads.
     torch.set_num_threads(1)
     figures = [measure_scheduler_step(300), measure_backend_step(200), *measure_admission(40)]
+    figures.append(measure_burst(1024, 10))
     torch.set_num_threads(num_threads)
     added_us = measure_prefix_cache_cost(5)
     figures.append(Figure("prefix caching at hit rate 0, added", added_us, "us/token"))

@@ -77,3 +77,15 @@ def test_output_penalties_subtract_by_count_and_once() -> None:
     scores = torch.zeros(3, 4)
     penalize_output_(scores, [0, 2], [counts_of([1, 1, 3]), counts_of([])], [0.5, 2.0], [0.25, 2.0])
     assert scores.tolist() == [[0.0, -1.25, 0.0, -0.75], [0.0] * 4, [0.0] * 4]
+
+
+def test_counting_looks_at_new_tokens_only() -> None:
+    class Tokens(list[int]):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            raise AssertionError("this walks over the whole sequence")
+
+    counts, tokens = TokenCounts(), Tokens([3, 3, 4])
+    counts.update(tokens)
+    tokens.append(4)
+    counts.update(tokens)
+    assert dict(zip(counts.token_ids, counts.counts, strict=True)) == {3: 2, 4: 2}

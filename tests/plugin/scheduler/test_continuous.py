@@ -9,6 +9,8 @@ import pytest
 from pagedkv.plugin.conformance.scheduler_harness import SchedulerHarness, describe_plan
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
 from pagedkv.plugin.requests import CacheNamespace, RequestId
+from pagedkv.plugin.scheduler import admission, growth
+from pagedkv.plugin.scheduler.growth import num_tokens_grown
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
 
 MakeHarness = Callable[..., SchedulerHarness]
@@ -287,6 +289,41 @@ def test_a_fork_into_another_salt_shares_nothing(make_harness: MakeHarness) -> N
     harness.drain()
     assert harness.ended[child].num_cached_tokens == 0
     harness.check_ended()
+
+
+def test_an_id_used_again_is_no_parent(make_harness: MakeHarness) -> None:
+    """The parent ends before its child is admitted, and another sequence of another salt takes its id."""
+    harness = make_harness(has_prefix_cache=False)
+    parent = harness.add(range(22), 8)
+    harness.step()
+    child = harness.add(range(22), 4, parent_id=parent)
+    harness.abort([parent])
+    next_id, harness._num_ids = harness._num_ids, parent
+    assert harness.add(range(22), 8, namespace=CacheNamespace("other")) == parent
+    harness._num_ids = next_id
+    while not harness.live[parent].num_generated_tokens:
+        harness.step(only=[parent])
+    harness.drain()
+    assert harness.ended[child].num_cached_tokens == 0
+    harness.check_ended()
+
+
+def test_a_burst_costs_each_admission_alone_not_a_walk_over_all_that_run(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = []
+
+    def count(*arguments: object) -> int:
+        grown.append(arguments)
+        return num_tokens_grown(*arguments)  # type: ignore[arg-type]
+
+    for module in (admission, growth):
+        monkeypatch.setattr(module, "num_tokens_grown", count)
+    harness = make_harness(num_blocks=1000, max_step_tokens=1000, max_num_sequences=100)
+    for index in range(100):
+        harness.add(distinct_prompt(index, 3), 2)
+    assert len(harness.step().scheduled) == 100
+    assert len(grown) <= 300
 
 
 def test_a_preempted_sequence_may_hit_its_own_prompt_once_that_was_computed(make_harness: MakeHarness) -> None:
