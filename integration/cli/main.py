@@ -18,6 +18,7 @@ from pagedkv.integration.cli.install_launcher_shim import install_launcher_shim
 from pagedkv.integration.cli.plan import plan
 from pagedkv.integration.cli.plugins import plugins
 from pagedkv.integration.cli.serve import serve
+from pagedkv.integration.cli.up import up
 from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.plugin.errors import PagedKVError
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 for command in (
     serve,
+    up,
     generate,
     demo_model,
     plan,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import selectors
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pagedkv.integration.serve.own_processes import (
+    find_free_ports,
+    forwarded_signals,
+    start_process,
+    terminate,
+    wait_for_ends,
+)
 from pagedkv.integration.serve.process import ServerSummary
 from pagedkv.integration.serve.shards import EXIT_SHARD_FAILED
 
@@ -28,7 +30,6 @@ _DRAINED_END_S = 30.0
 """How long the others may take to end by themselves after one that has drained, before they are asked to."""
 _FAILED_END_S = 5.0
 """The same after one that has failed."""
-_PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 15.0
 """How long the other shards may take to end after one has ended. After that they are killed."""
 
@@ -47,28 +48,14 @@ class ShardProcesses:
         Its summary comes through a pipe of its own: libraries may print anything to standard output, which goes to
         standard error here.
         """
-        reader, writer = os.pipe()
-        try:
-            process = subprocess.Popen(  # noqa: S603 - our own command with the caller's arguments
-                [*command, "--ready-fd", str(writer)],
-                stdin=subprocess.DEVNULL,
-                stdout=_STANDARD_ERROR,
-                pass_fds=(writer,),
-                env=environ,
-                start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-            )
-        finally:
-            os.close(writer)
-        self._summary_pipes.append(reader)
-        self._processes.append(process)
+        started = start_process(command, environ, stdout=_STANDARD_ERROR)
+        self._summary_pipes.append(started.ready_pipe)
+        self._processes.append(started.process)
 
     def terminate(self) -> None:
         """Asks every shard to drain; at a second call, to end at once."""
         self._is_stop_asked = True
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
+        terminate(self._processes)
 
     def read_summaries(self) -> list[dict[str, Any]] | None:
         """Waits until all shards are ready and returns their summaries; None if one ended before."""
@@ -102,10 +89,10 @@ class ShardProcesses:
             grace_s: how long they may take to end by themselves, as shards do, before they are asked to. One that is
                 asked a second time ends at once.
         """
-        self._wait(time.monotonic() + grace_s)
+        wait_for_ends(self._processes, grace_s)
         if not self._is_stop_asked:
             self.terminate()
-        self._wait(time.monotonic() + _STOP_TIMEOUT_S)
+        wait_for_ends(self._processes, _STOP_TIMEOUT_S)
         codes = [self._end(rank, process) for rank, process in enumerate(self._processes)]
         for pipe in self._summary_pipes:
             os.close(pipe)
@@ -121,10 +108,6 @@ class ShardProcesses:
         if set(codes) - asked:
             return EXIT_SHARD_FAILED
         return 128 + signal.SIGTERM if -signal.SIGTERM in codes else 0
-
-    def _wait(self, deadline_s: float) -> None:
-        while time.monotonic() < deadline_s and any(process.poll() is None for process in self._processes):
-            time.sleep(_POLL_S)
 
     @staticmethod
     def _end(rank: int, process: subprocess.Popen[bytes]) -> int:
@@ -148,11 +131,11 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
         another one than EXIT_SHARD_FAILED; EXIT_SHARD_FAILED if there is none, as after a shard that was killed;
         128 + SIGTERM if shards only died of the SIGTERM that they were sent while they started.
     """
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_find_free_port()), **os.environ}
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_ports(1)[0]), **os.environ}
     shards = ShardProcesses()
     codes: list[int] = []
     grace_s = 0.0
-    with _forwarded_signals(shards):
+    with forwarded_signals(shards.terminate):
         try:
             for rank in range(num_shards):
                 shards.start([*command, "--rank", str(rank)], environ)
@@ -164,30 +147,6 @@ def supervise(command: Sequence[str], num_shards: int, announce: Callable[[Serve
         finally:
             codes += shards.stop(grace_s)
     return shards.find_exit_code(codes)
-
-
-def _end_with_parent() -> None:
-    """Makes the kernel end this process with its parent, so that a killed supervisor leaves no shards behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _find_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-@contextmanager
-def _forwarded_signals(shards: ShardProcesses) -> Iterator[None]:
-    def forward(number: int, frame: FrameType | None) -> None:
-        shards.terminate()
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _join_summaries(summaries: Sequence[dict[str, Any]]) -> ServerSummary:
