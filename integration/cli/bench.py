@@ -49,7 +49,10 @@ def bench(
         typer.Option(help="Backend of ours or of a plugin; none for peers alone. By default paged,contiguous."),
     ] = None,
     through: Annotated[
-        list[str] | None, typer.Option(help="process (the default), grpc, or both: how backends are reached.")
+        list[str] | None,
+        typer.Option(
+            help="How backends are reached: process (the default), or a server by its protocol, tgi or smg; or several."
+        ),
     ] = None,
     peer: Annotated[
         list[str] | None,

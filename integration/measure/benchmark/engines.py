@@ -16,7 +16,7 @@ from pagedkv.integration.measure.benchmark import runners
 from pagedkv.integration.measure.benchmark.engine_process import EngineSpec
 from pagedkv.plugin.errors import ConfigError
 
-TRANSPORTS = {"process": "pagedkv", "grpc": "pagedkv-grpc"}
+TRANSPORTS = {"process": "pagedkv", "tgi": "pagedkv-tgi", "smg": "pagedkv-smg"}
 """Transports to our backends, and the kind of runner for each."""
 
 PEERS = ("vllm", "vllm-one-process", "openvino", "transformers", "llama-cpp")
@@ -39,7 +39,7 @@ class PeerOptions:
 def make_backend_spec(
     backend: str, transport: str, config_file: Path | None, overrides: Mapping[str, Any]
 ) -> EngineSpec:
-    """Describes a backend of ours or of a plugin. Through gRPC its name is "NAME-grpc".
+    """Describes a backend of ours or of a plugin. Through a protocol its name is "NAME-tgi", "NAME-smg".
 
     Args:
         overrides: values of the config, by dotted key.
@@ -48,7 +48,7 @@ def make_backend_spec(
         ConfigError: the transport is unknown.
     """
     if transport not in TRANSPORTS:
-        raise ConfigError(f"--through takes {' or '.join(TRANSPORTS)}, not {transport!r}")
+        raise ConfigError(f"--through takes {', '.join(TRANSPORTS)}, not {transport!r}")
     file = None if config_file is None else str(config_file.absolute())
     options = {"config_file": file, "overrides": {**overrides, "backend": backend}}
     return _make_spec(

@@ -145,7 +145,7 @@ def to_text(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
     """Returns the text that has these tokens. Raises ConfigError if there is none."""
     text = tokenizer.decode(prompt_ids)
     if tokenizer.encode(text, add_special_tokens=False) != list(prompt_ids):
-        raise ConfigError("this tokenizer has no text for the drawn token ids; leave out --through grpc")
+        raise ConfigError("this tokenizer has no text for the drawn token ids; leave out --through tgi")
     return text
 
 

@@ -10,7 +10,8 @@ from .protocol import serve
 
 LOADERS = {
     "pagedkv": ("in_process", "load"),
-    "pagedkv-grpc": ("through_grpc", "load"),
+    "pagedkv-tgi": ("through_tgi", "load"),
+    "pagedkv-smg": ("through_smg", "load"),
     "vllm": ("vllm_engine", "load"),
     "vllm-one-process": ("vllm_engine", "load_one_process"),
     "openvino": ("openvino_engine", "load"),

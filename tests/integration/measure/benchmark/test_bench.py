@@ -99,7 +99,7 @@ def test_peer_that_fails_ends_the_run_with_its_last_words(pagedkv: Command, tiny
         (("--workload", "chat"), "there is no workload 'chat'"),
         (("--workload", "short,long"), "was made for 256"),
         (("--backend", "padded", *QUICK), "padded"),
-        (("--through", "http", *QUICK), "--through takes process or grpc"),
+        (("--through", "http", *QUICK), "--through takes process, tgi, smg"),
         (("--peer", "vllm", *QUICK), "--peer vllm=PATH/bin/python"),
         (("--peer", "sglang", *QUICK), "there is no peer 'sglang'"),
         (("--peer", "openvino=python", *QUICK), "--peer-model openvino=PATH"),
@@ -130,8 +130,8 @@ def test_engines_are_started_by_the_interpreter_that_is_named(tmp_path: Path) ->
     }
     assert json.loads(make_peer_spec("openvino=python", options).command[4])["model"] == "file.gguf"
     assert make_peer_spec("transformers", options).command[0] == sys.executable
-    ours = make_backend_spec("paged", "grpc", Path("my.toml"), {"cache.memory": "1GiB"})
-    assert ours.name == "paged-grpc"
+    ours = make_backend_spec("paged", "tgi", Path("my.toml"), {"cache.memory": "1GiB"})
+    assert ours.name == "paged-tgi"
     assert json.loads(ours.command[4]) == {
         "config_file": str(Path("my.toml").absolute()),
         "overrides": {"cache.memory": "1GiB", "backend": "paged"},

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from pagedkv.integration.measure.benchmark.runners import in_process, through_grpc, transformers_engine
+from pagedkv.integration.measure.benchmark.runners import in_process, through_smg, through_tgi, transformers_engine
 from pagedkv.integration.measure.benchmark.runners.protocol import Recorder, RunEngine, RunRequest, run_once
 from pagedkv.integration.measure.benchmark.workloads import ALL_AT_ONCE, SHAPES, draw_plain_tokens, draw_workload
 from pagedkv.plugin import Engine
@@ -98,11 +99,14 @@ def test_static_batches_of_transformers_make_each_request_its_own_number_of_toke
 
 
 @pytest.mark.slow
-def test_server_answers_the_same_requests_through_grpc(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("module", "protocol"), [(through_tgi, "tgi"), (through_smg, "smg")])
+def test_server_answers_the_same_requests_through_each_protocol(
+    tiny_model: Path, module: ModuleType, protocol: str
+) -> None:
     requests = _draw(tiny_model, "mixed", 1 / 16)
     requests[30:] = [RunRequest(one.prompt_ids, 3, arrival_s=0.02) for one in requests[30:]]
-    with _closing(through_grpc.load(_options(tiny_model, "paged"))) as engine:
-        assert engine.info["engine"] == "pagedkv paged, through gRPC"
+    with _closing(module.load(_options(tiny_model, "paged"))) as engine:
+        assert engine.info["engine"] == f"pagedkv paged, through {protocol}"
         answer = run_once(engine, requests)
         longest = max(requests, key=lambda one: len(one.prompt_ids))
         again = run_once(engine, [RunRequest(longest.prompt_ids, 2)])

@@ -121,5 +121,5 @@ def test_plain_tokens_survive_text(tokenizer: Tokenizer) -> None:
 def test_tokenizer_without_words_gets_any_tokens_but_no_text() -> None:
     tokenizer = ByteTokenizer()
     assert draw_plain_tokens(tokenizer, 256, seed=0) == list(range(256))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="--through grpc"):
+    with pytest.raises(ConfigError, match="--through tgi"):
         to_text(tokenizer, [200, 200])  # type: ignore[arg-type]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,41 +13,27 @@ from pagedkv.adapters.tgi.answers import CACHED_TOKENS_METADATA
 from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.measure.benchmark.workloads import to_text
-from pagedkv.integration.serve.child_process import child_server
 from pagedkv.plugin.config import DEFAULT_MAX_MESSAGE_BYTES, load_config
 from pagedkv.plugin.registry import MODELS, load_plugin
 from pagedkv.plugin.resolved_config import resolve_model_settings
 
+from .own_server import describe_server, own_server
 from .protocol import Recorder, RunEngine, RunRequest
 
 
-class GrpcEngine(RunEngine):
+class TgiEngine(RunEngine):
     def __init__(self, options: dict[str, Any]) -> None:
         """Starts the server. `options` are those of `InProcessEngine`."""
-        overrides = options["overrides"]
-        settings = resolve_model_settings(load_config(options["config_file"], overrides))
+        settings = resolve_model_settings(load_config(options["config_file"], options["overrides"]))
         self._tokenizer = load_plugin(MODELS, settings.adapter).load_tokenizer(settings)
         self._stack = ExitStack()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pagedkv-"))
-        arguments = ["--uds-path", f"{folder}/socket"]
-        arguments += [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
-        if options["config_file"]:
-            arguments += ["--config", options["config_file"]]
-        server = self._stack.enter_context(child_server(arguments, Path(folder, "log")))
+        server = self._stack.enter_context(own_server(options, ["--uds-path", "{folder}/socket"]))
         limits = [("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES)]
         channel = self._stack.enter_context(grpc.insecure_channel(server.target, options=limits))
         self._stub = TextGenerationServiceStub(channel)
         self._batch_ids = itertools.count(1)
-        info = self._stub.Info(pb.InfoRequest())
-        self._can_join_prefill = info.support_chunking
-        self.info = {
-            "engine": f"pagedkv {server.summary['backend']}, through gRPC",
-            "version": importlib.metadata.version("pagedkv"),
-            "dtype": server.summary["dtype"],
-            "kv_dtype": server.summary["kv_dtype"],
-            "attention": server.summary["attention_kernels"],
-            "kv_cache_bytes": server.summary["kv_bytes_total"],
-        }
+        self._can_join_prefill = self._stub.Info(pb.InfoRequest()).support_chunking
+        self.info = describe_server(server, "tgi")
 
     def run(self, recorder: Recorder) -> dict[str, Any]:
         messages = [self._to_message(index, request) for index, request in enumerate(recorder.requests)]
@@ -103,5 +86,5 @@ class GrpcEngine(RunEngine):
         )
 
 
-def load(options: dict[str, Any]) -> GrpcEngine:
-    return GrpcEngine(options)
+def load(options: dict[str, Any]) -> TgiEngine:
+    return TgiEngine(options)
