@@ -147,6 +147,17 @@ def test_every_instruction_set_is_used(flags: tuple[str, ...], instruction: str)
     assert len(re.findall(instruction, listing)) > 20
 
 
+@pytest.mark.skipif(not is_x86, reason="compiles for x86-64")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="reads libraries with objdump")
+@pytest.mark.parametrize(("flags", "vector"), [(("-march=x86-64-v3",), "ymm"), (("-march=skylake-avx512",), "zmm")])
+def test_bytes_are_widened_by_one_instruction_a_vector(flags: tuple[str, ...], vector: str) -> None:
+    """Left to the compiler, byte by byte, scales of int4 took more time than all else of a decode."""
+    listing = subprocess.run(["objdump", "-d", build_library(flags)], capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"vpmovsxbd .*%{vector}", listing)
+    assert re.search(rf"vpmovzxbd .*%{vector}", listing)
+    assert "vpinsrb" not in listing
+
+
 def test_what_the_kernels_cannot_do_is_a_reason(cpu_kernels: CpuKernels) -> None:
     def reasons(spec: AttentionSpec, block_size: int = 16, dtype: torch.dtype = torch.float32) -> str:
         return "; ".join(cpu_kernels.unsupported_reasons(spec, spec.cache_spec(block_size, BF16), dtype))

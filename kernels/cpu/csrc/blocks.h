@@ -192,8 +192,6 @@ INLINE void widen_few_nibbles(const int as_pairs, const uint8_t *bytes, int64_t 
     if (!as_pairs) memcpy(out + line_bytes, lines + LANES * 4, columns * 4);
 }
 
-INLINE vuint widen_unsigned(const uint8_t *p) { return __builtin_convertvector(*(const vbyte_any *)p, vuint); }
-
 INLINE void pack_nibbles(const int as_pairs, const Layout *layout, const NibbleBlock *block, int64_t dim, int64_t v_dim,
                          int64_t size, int64_t offset, int64_t count, int64_t depth, char *packed_k, char *packed_v) {
     float scales[max64(dim, size)], offsets[max64(dim, size)], quarters[dim];

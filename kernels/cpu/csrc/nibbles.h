@@ -67,15 +67,12 @@ INLINE vfloat code_scales(vint code) {
 #endif
 }
 
-typedef int8_t vcode __attribute__((vector_size(LANES)));
-typedef vcode vcode_any __attribute__((aligned(1), may_alias));
-
 // Codes and zeros as floats.
 INLINE void widen_codes(const int8_t *codes, const int8_t *zeros, int64_t count, float *scales, float *offsets) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-        put(scales + i, code_scales(__builtin_convertvector(*(const vcode_any *)(codes + i), vint)));
-        put(offsets + i, __builtin_convertvector(*(const vcode_any *)(zeros + i), vfloat));
+        put(scales + i, code_scales(widen_signed(codes + i)));
+        put(offsets + i, __builtin_convertvector(widen_signed(zeros + i), vfloat));
     }
     for (; i < count; i++) {
         scales[i] = code_scale(codes[i]);
@@ -88,8 +85,8 @@ INLINE void widen_quarters(const uint8_t *packed, int64_t dim, float *quarters) 
     vuint shifts;
     for (int i = 0; i < LANES; i++) shifts[i] = 2 * (uint32_t)i;
     for (int64_t i = 0; i < dim; i += LANES) {
-        uint32_t word = 0;
-        for (int byte = 0; byte < LANES / 4; byte++) word |= (uint32_t)packed[i / 4 + byte] << 8 * byte;
+        uint32_t word = 0;  // little endian, as all that the kernels are compiled for
+        memcpy(&word, packed + i / 4, LANES / 4);
         vint two_bits = (vint)(((word - (vuint){}) >> shifts) & 3);
         put(quarters + i, __builtin_convertvector(two_bits, vfloat) * 0.25f);
     }

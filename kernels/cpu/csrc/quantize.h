@@ -20,9 +20,7 @@ INLINE float find_absmax(const float *x, int64_t dim) {
         vint bits = (vint)load(x + i) & 0x7fffffff, is_larger = bits > max;
         max = (bits & is_larger) | (max & ~is_larger);
     }
-    int32_t largest = 0;
-    for (int i = 0; i < LANES; i++) largest = max[i] > largest ? max[i] : largest;
-    return bits_to_float((uint32_t)largest);
+    return bits_to_float((uint32_t)max_lane_of_ints(max));
 }
 
 // The nearest elements, halves to the even one. Beyond the range it saturates; NaN stays.

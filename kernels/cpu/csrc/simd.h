@@ -49,6 +49,27 @@ INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)(((vint)
 INLINE vfloat vmax(vfloat a, vfloat b) { return (vfloat)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE float max_lane(vfloat x) { return _mm512_reduce_max_ps((__m512)x); }
 INLINE float sum_lanes(vfloat x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE int32_t max_lane_of_ints(vint x) { return _mm512_reduce_max_epi32((__m512i)x); }
+#elif defined(__AVX2__) && LANES == 8
+INLINE vfloat vmax(vfloat a, vfloat b) { return (vfloat)_mm256_max_ps((__m256)a, (__m256)b); }
+
+INLINE float max_lane(vfloat x) {
+    __m128 max = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    max = _mm_max_ps(max, _mm_movehl_ps(max, max));
+    return _mm_cvtss_f32(_mm_max_ss(max, _mm_movehdup_ps(max)));
+}
+
+INLINE float sum_lanes(vfloat x) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+INLINE int32_t max_lane_of_ints(vint x) {
+    __m128i max = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    max = _mm_max_epi32(max, _mm_unpackhi_epi64(max, max));
+    return _mm_cvtsi128_si32(_mm_max_epi32(max, _mm_shuffle_epi32(max, 1)));
+}
 #else
 INLINE vfloat vmax(vfloat a, vfloat b) { return choose(a > b, a, b); }
 
@@ -62,6 +83,12 @@ INLINE float sum_lanes(vfloat x) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
+}
+
+INLINE int32_t max_lane_of_ints(vint x) {
+    int32_t max = x[0];
+    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    return max;
 }
 #endif
 
@@ -150,6 +177,28 @@ INLINE vfloat e4m3_to_float(const uint8_t *p) {
 }
 
 INLINE vfloat e5m2_to_float(const uint8_t *p) { return halves_to_floats(bytes_to_halves(p)); }
+
+INLINE vint widen_signed(const int8_t *p) {
+#if defined(__AVX512F__) && LANES == 16
+    return (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__) && LANES == 8
+    return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vint wide;
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    return wide;
+#endif
+}
+
+INLINE vuint widen_unsigned(const uint8_t *p) {
+#if defined(__AVX512F__) && LANES == 16
+    return (vuint)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__) && LANES == 8
+    return (vuint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return __builtin_convertvector(*(const vbyte_any *)p, vuint);
+#endif
+}
 
 // Pairs of bytes to pairs of 16-bit integers, each pair in a lane.
 INLINE vuint widen_bytes(const int8_t *p) {
