@@ -18,7 +18,14 @@ from pagedkv.plugin.backend.profile import measure_activation_bytes
 from pagedkv.plugin.backend.stats import NO_CACHE, NO_SCHEDULER, make_stats
 from pagedkv.plugin.cache.budget import agree_on_minimum, size_pool
 from pagedkv.plugin.distributed import ShardInfo, joined_group
-from pagedkv.plugin.errors import CapacityError, ShardError, StepError, UnavailableError, UnsupportedError
+from pagedkv.plugin.errors import (
+    CapacityError,
+    IntegrityError,
+    ShardError,
+    StepError,
+    UnavailableError,
+    UnsupportedError,
+)
 from pagedkv.plugin.features import INTERFACE_VERSION, InterfaceVersion, find_layer_faults, find_missing_features
 from pagedkv.plugin.interface import (
     AttentionKernels,
@@ -179,25 +186,46 @@ class PagedBackend:
                 return self._executor.run(plan, self._sequences)
         except ShardError:
             raise
-        except Exception as error:
-            self._require_pool().scheduler.fail(plan)
-            ids = [row.id for row in plan.scheduled]
-            for id_ in ids:
-                del self._sequences[id_]
-            raise StepError(f"a step failed: {type(error).__name__}: {error}", ids) from error
+        except BaseException as error:
+            self._fail(plan)
+            if not isinstance(error, Exception):
+                raise
+            raise _describe_failure(plan, error) from error
 
     def commit(self, plan: StepPlan, sampled: Mapping[RequestId, SampledToken]) -> list[StepOutput]:
-        """Adds a step's tokens to the sequences; ends and releases the finished ones."""
+        """Adds a step's tokens to the sequences; ends and releases the finished ones.
+
+        Raises:
+            StepError: the scheduler or cache manager raised; the plan's sequences have ended.
+        """
         self._agreement.note_tokens(sampled)
         num_decode_tokens = self._count_decode_tokens(plan)
         in_order = sorted(sampled, key=lambda id_: self._sequences[id_].arrival)
         outputs = [self._take_token(self._sequences[id_], sampled[id_]) for id_ in in_order]
         finished = [output.request_id for output in outputs if output.finish_reason]
-        self._require_pool().scheduler.commit(plan, finished)
+        try:
+            self._require_pool().scheduler.commit(plan, finished)
+        except BaseException as error:
+            self._fail(plan)
+            if not isinstance(error, Exception):
+                raise
+            raise _describe_failure(plan, error) from error
         for id_ in finished:
             del self._sequences[id_]
         self._counters.count_step(outputs, plan.num_tokens - num_decode_tokens, num_decode_tokens)
         return outputs
+
+    def _fail(self, plan: StepPlan) -> None:
+        """Ends a plan's sequences, so that whatever was raised leaves a backend that goes on."""
+        scheduler = self._require_pool().scheduler
+        ids = [row.id for row in plan.scheduled]
+        for id_ in ids:
+            self._sequences.pop(id_, None)
+        try:
+            scheduler.fail(plan)
+        except IntegrityError:
+            # It was raised in the middle of a commit, which had closed the plan.
+            scheduler.abort(ids)
 
     def abort(self, ids: Collection[RequestId]) -> None:
         live = [id_ for id_ in dict.fromkeys(ids) if id_ in self._sequences]
@@ -333,6 +361,10 @@ class PagedBackend:
         if self._pool is None:
             raise UnavailableError("the backend is not warmed up; call warmup first")
         return self._pool
+
+
+def _describe_failure(plan: StepPlan, error: Exception) -> StepError:
+    return StepError(f"a step failed: {type(error).__name__}: {error}", [row.id for row in plan.scheduled])
 
 
 def _describe_sequence(sequence: LiveSequence) -> NewSequence:

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from pagedkv.plugin.errors import RequestError
-from pagedkv.plugin.interface import Backend
+from pagedkv.plugin.errors import CapacityError, RequestError
+from pagedkv.plugin.interface import Backend, BackendInfo
 from pagedkv.plugin.requests import MAX_TOP_N_TOKENS, Request, RequestId, SamplingParams, StepOutput
+from pagedkv.plugin.serving.step_thread import StepThread
+
+STEPS_BEFORE_PARENTS_END = 8
+MAX_STEPS_IN_VAIN = 2000
+"""Steps without a token of the search. A long prompt takes many, as it is computed in chunks; others may hold the room
+for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,33 @@ class Hypothesis:
     parent_id: RequestId | None
 
 
+class OnThread:
+    """The calls of a backend that a search makes, each on the backend's own thread."""
+
+    def __init__(self, backend: Backend, thread: StepThread) -> None:
+        self._backend = backend
+        self._thread = thread
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._backend.info
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._thread.run(lambda: self._backend.add(requests))
+
+    def step(self, only: Collection[RequestId]) -> list[StepOutput]:
+        return self._thread.run(lambda: self._backend.step(only))
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        self._thread.run(lambda: self._backend.abort(ids))
+
+
 class BeamSearch:
     """One search. Run it once."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: OnThread,
         make_id: Callable[[], RequestId],
         num_beams: int,
         max_new_tokens: int,
@@ -60,7 +87,7 @@ class BeamSearch:
                 self._backend.add(requests)
                 new = [request.id for request in requests]
                 live += new
-                outputs = self._run_to_tokens(new)
+                outputs = self._run_to_tokens(new, parents=live[: -len(new)])
                 self._backend.abort(live[: -len(new)])
                 live = new
                 candidates = self._find_candidates(beams, [outputs[id_] for id_ in new], new)
@@ -76,11 +103,22 @@ class BeamSearch:
         params = SamplingParams(max_new_tokens=1 if is_last else 2, ignore_eos=True, top_n_tokens=self._num_candidates)
         return Request(self._make_id(), [*prompt_ids, *beam.token_ids], params, parent_id=beam.parent_id)
 
-    def _run_to_tokens(self, ids: Sequence[RequestId]) -> dict[RequestId, StepOutput]:
+    def _run_to_tokens(self, ids: Sequence[RequestId], parents: Sequence[RequestId]) -> dict[RequestId, StepOutput]:
         outputs: dict[RequestId, StepOutput] = {}
+        num_in_vain = 0
         while len(outputs) < len(ids):
             waiting = [id_ for id_ in ids if id_ not in outputs]
-            outputs.update((output.request_id, output) for output in self._backend.step(only=waiting))
+            new = self._backend.step(only=waiting)
+            outputs.update((output.request_id, output) for output in new)
+            num_in_vain = 0 if new else num_in_vain + 1
+            if num_in_vain == STEPS_BEFORE_PARENTS_END:
+                # Without their parents the beams are computed again, but hold no more than their own blocks.
+                self._backend.abort(parents)
+            elif num_in_vain == MAX_STEPS_IN_VAIN:
+                raise CapacityError(
+                    f"a beam search with {self._num_beams} beams finds no room in the cache: use fewer beams or a "
+                    "shorter prompt, or give the cache more memory"
+                )
         return outputs
 
     def _find_candidates(

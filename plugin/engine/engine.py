@@ -9,43 +9,58 @@ with Engine(model="path/to/model") as engine:
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import os
-import secrets
 import sys
-import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from tqdm import tqdm
 
 from pagedkv.plugin.assemble import assemble
 from pagedkv.plugin.config import Config, load_config
-from pagedkv.plugin.engine.beam_search import BeamSearch
+from pagedkv.plugin.engine.beam_search import BeamSearch, OnThread
 from pagedkv.plugin.engine.results import Beam, GenerationResult
 from pagedkv.plugin.engine.running_request import RunningRequest
 from pagedkv.plugin.engine.stream import TokenStream
-from pagedkv.plugin.errors import RequestError, StepError
+from pagedkv.plugin.errors import RequestError, UnavailableError
 from pagedkv.plugin.interface import Backend, Capacity, Tokenizer, WarmupLimits
-from pagedkv.plugin.requests import CacheNamespace, Request, RequestId, SamplingParams
+from pagedkv.plugin.observer import Observers, Outcome
+from pagedkv.plugin.requests import CacheNamespace, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import ResolvedConfig
+from pagedkv.plugin.serving.generation import GenerationRequest, Sample
+from pagedkv.plugin.serving.loop import ServingLoop
+from pagedkv.plugin.serving.step_thread import StepThread
+from pagedkv.plugin.serving.thread_inbox import ThreadInbox
 from pagedkv.plugin.stats import BackendStats
 from pagedkv.plugin.text.output_text import OutputText
 
 Prompt = str | Sequence[int]
 
 MIN_PROMPTS_OF_PROGRESS_BAR = 8
+MAX_LIVE_SAMPLES = 2**31
+"""The caller decides how much it starts."""
+FIRST_ID = 1 << 32
+"""Ids of a beam search's requests are counted from 0, those of prompts from here."""
 
 
 class Engine:
-    """Generates text with a backend in this process. Several threads may use it: their requests share steps."""
+    """Generates text with a backend in this process. Several threads may use it: their requests share steps.
+
+    The model is loaded and run on a thread of the engine's own, whichever thread calls.
+    """
 
     def __init__(
         self,
         model: str | os.PathLike[str],
         backend: str | None = None,
         config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        observers: Observers | None = None,
     ) -> None:
         """Loads the model and warms the backend up.
 
@@ -53,18 +68,27 @@ class Engine:
             model: directory of the model.
             backend: name of the backend plugin; None leaves it to the config ("paged" by default).
             config: a TOML file, a mapping (nested, or with dotted keys as "cache.block_size") or a Config.
+            observers: told of steps and of the ends of requests, on the engine's thread.
 
         Raises:
             ConfigError, PluginError, UnsupportedError, CapacityError: the message says what to change.
         """
-        assembly = assemble(_make_config(model, backend, config))
+        self._thread = StepThread("pagedkv-engine")
+        try:
+            assembly = self._thread.run(lambda: assemble(_make_config(model, backend, config)))
+            self.capacity: Capacity = self._thread.run(lambda: assembly.backend.warmup(WarmupLimits()))
+        except BaseException:
+            self._thread.close_later()
+            raise
         self.tokenizer: Tokenizer = assembly.tokenizer
         self.config: ResolvedConfig = assembly.config
         self.backend: Backend = assembly.backend
-        self.capacity: Capacity = self.backend.warmup(WarmupLimits())
-        self._running: dict[RequestId, RunningRequest] = {}
-        self._ids = itertools.count()
-        self._lock = threading.RLock()
+        self.loop = ServingLoop(
+            self.backend, self._thread, observers=observers, max_live_samples=MAX_LIVE_SAMPLES, first_id=FIRST_ID
+        )
+        self._beam_ids = itertools.count()
+        _OPEN_ENGINES.add(self)
+        weakref.finalize(self, _close_later, self.loop, self._thread, self.backend).atexit = False
 
     def generate(
         self,
@@ -87,24 +111,22 @@ class Engine:
             StepError: a step failed; all these requests have ended.
         """
         prompts = _as_list(prompts)
-        all_params = _one_each(params, len(prompts))
-        with self._lock:
-            parents = self._add(prompts, all_params, namespace)
+        all_params = [_checked(one) for one in _one_each(params, len(prompts))]
+        if not prompts:
+            return []
         if show_progress is None:
             show_progress = len(prompts) >= MIN_PROMPTS_OF_PROGRESS_BAR and sys.stderr.isatty()
-        requests, samples = list(parents), [[parent] for parent in parents]
+        inbox = ThreadInbox()
+        families = self._start(prompts, all_params, namespace, inbox)
+        samples = [sample for family in families for sample in family]
         try:
-            with tqdm(total=len(parents), unit="prompt", disable=not show_progress) as progress:
-                for parent, family in zip(parents, samples, strict=True):
-                    if parent.request.params.n > 1:
-                        self._run_until_first_token(parent)
-                        family += self._fork_samples(parent)
-                        requests += family[1:]
-                self._run_until_done(requests, progress, parents)
+            running = {id(sample): self._make_running(sample) for sample in samples}
+            with tqdm(total=len(prompts), unit="prompt", disable=not show_progress) as progress:
+                self._run_until_done(running, inbox, progress)
         except BaseException:
-            self._abort(requests)
+            self._abort(samples)
             raise
-        return [_collect_samples(family) for family in samples]
+        return [_collect_samples([running[id(sample)] for sample in family]) for family in families]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: CacheNamespace | None = None
@@ -117,9 +139,13 @@ class Engine:
         params = params or SamplingParams()
         if params.n > 1:
             raise RequestError("a stream has one sample; use generate for n above 1")
-        with self._lock:
-            [running] = self._add([_as_prompt(prompt)], [params], namespace)
-        return TokenStream(running, self._step, self._abort)
+        inbox = ThreadInbox(may_pause=True)
+        [[sample]] = self._start([_as_prompt(prompt)], [params], namespace, inbox)
+        try:
+            return TokenStream(self.loop, sample, self._make_running(sample), inbox)
+        except BaseException:
+            self._abort([sample])
+            raise
 
     def beam_search(
         self,
@@ -132,21 +158,22 @@ class Engine:
     ) -> list[Beam]:
         """Finds the `num_beams` best continuations, best first. Beams share the KV of their common beginning.
 
-        Other threads' requests wait until the search ends.
+        Other requests have steps of their own beside those of the search.
 
         Raises:
             RequestError, CapacityError, StepError: as in `generate`.
+            CapacityError: the cache has no room in which the search can go on.
         """
         search = BeamSearch(
-            self.backend,
-            lambda: RequestId(next(self._ids)),
+            OnThread(self.backend, self._thread),
+            lambda: RequestId(next(self._beam_ids)),
             num_beams,
             max_new_tokens,
             length_penalty,
             early_stopping,
         )
         prompt_ids = self._encode(_as_prompt(prompt))
-        with self._lock:
+        with self.loop.guest():
             hypotheses = search.run(prompt_ids)
         return [
             Beam(token_ids, self.tokenizer.decode(token_ids, skip_special_tokens=True), score)
@@ -155,14 +182,16 @@ class Engine:
 
     def stats(self) -> BackendStats:
         """Returns counters and gauges. They can be read by name, as in `stats()["running"]`."""
-        with self._lock:
-            return self.backend.stats()
+        return self._thread.run(self._read_stats)
 
     def close(self) -> None:
-        """Ends all requests and frees the memory. A second call does nothing."""
-        with self._lock:
-            self.backend.close()
-            self._running.clear()
+        """Ends all requests and frees the memory. A second call does nothing; so does one in a fork of the process."""
+        if self not in _OPEN_ENGINES or self._thread.is_forked:
+            return
+        _OPEN_ENGINES.discard(self)
+        self.loop.close()
+        self._thread.run(self.backend.close)
+        self._thread.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -173,86 +202,78 @@ class Engine:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _add(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], namespace: CacheNamespace | None
-    ) -> list[RunningRequest]:
-        requests = [
-            Request(RequestId(next(self._ids)), self._encode(prompt), _with_seed(one), namespace or CacheNamespace())
+    def _start(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        namespace: CacheNamespace | None,
+        inbox: ThreadInbox,
+    ) -> list[list[Sample]]:
+        """Starts all prompts or none. Returns the samples of each."""
+        generations = [
+            GenerationRequest(self._encode(prompt), one, namespace or CacheNamespace())
             for prompt, one in zip(prompts, params, strict=True)
         ]
-        return self._add_requests(requests)
+        future = self.loop.start_all(generations, inbox)
+        try:
+            return future.result()
+        except BaseException:
+            # An interrupted wait: nobody will read what may yet be started.
+            future.add_done_callback(self._abort_started)
+            raise
 
-    def _add_requests(self, requests: Sequence[Request]) -> list[RunningRequest]:
-        self.backend.add(requests)
-        running = [
-            RunningRequest(request, OutputText(self.tokenizer, request.prompt_ids, request.params.stop))
-            for request in requests
-        ]
-        self._running.update((one.request.id, one) for one in running)
-        return running
+    def _make_running(self, sample: Sample) -> RunningRequest:
+        request = sample.request
+        return RunningRequest(request, OutputText(self.tokenizer, request.prompt_ids, request.params.stop))
 
-    def _fork_samples(self, parent: RunningRequest) -> list[RunningRequest]:
-        """Adds the other samples of a prompt that has been computed. They share its blocks."""
-        params, seed = parent.request.params, parent.request.params.seed
-        assert seed is not None
-        with self._lock:
-            return self._add_requests(
-                [
-                    Request(
-                        RequestId(next(self._ids)),
-                        parent.request.prompt_ids,
-                        replace(params, seed=(seed + index) % 2**64),
-                        parent.request.namespace,
-                        parent_id=parent.request.id,
-                    )
-                    for index in range(1, params.n)
-                ]
-            )
+    def _run_until_done(self, running: Mapping[int, RunningRequest], inbox: ThreadInbox, progress: tqdm[Any]) -> None:
+        num_left = len(running)
+        while num_left:
+            stopped = []
+            for sample, output in inbox.read():
+                one = running[id(sample)]
+                if one.is_done:
+                    continue
+                one.take(output)
+                if one.is_done:
+                    num_left -= 1
+                    progress.update(sample.index == 0)
+                if one.has_stopped and output.finish_reason is None:
+                    stopped.append(sample)
+            if stopped:
+                self.loop.abort(stopped, Outcome.STOP_SEQUENCE)
 
-    def _run_until_first_token(self, running: RunningRequest) -> None:
-        while not running.outputs and not running.error:
-            self._step()
-        if running.error:
-            raise running.error
+    def _abort_started(self, future: Future[list[list[Sample]]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._abort([sample for family in future.result() for sample in family])
 
-    def _run_until_done(
-        self, requests: Iterable[RunningRequest], progress: tqdm[Any], counted: Sequence[RunningRequest]
-    ) -> None:
-        for running in requests:
-            while not running.is_done:
-                self._step()
-                progress.update(sum(one.is_done for one in counted) - progress.n)
-            if running.error:
-                raise running.error
+    def _abort(self, samples: Sequence[Sample]) -> None:
+        with contextlib.suppress(UnavailableError):  # a closed engine has ended them
+            self.loop.abort(samples)
 
-    def _step(self, unless: RunningRequest | None = None) -> None:
-        """Runs one step and passes its tokens to their requests.
+    def _read_stats(self) -> BackendStats:
+        self.loop.end_dropped()
+        return self.backend.stats()
 
-        Does nothing if `unless` got a token while another thread ran a step.
-        """
-        with self._lock:
-            if unless and (unless.pieces or unless.is_done):
-                return
-            try:
-                outputs = self.backend.step()
-            except StepError as error:
-                for id_ in error.request_ids & self._running.keys():
-                    self._running.pop(RequestId(id_)).error = error
-                return
-            for output in outputs:
-                self._running[output.request_id].take(output)
-            done = [output.request_id for output in outputs if self._running[output.request_id].is_done]
-            self.backend.abort([id_ for id_ in done if self._running[id_].has_stopped])
-            for id_ in done:
-                del self._running[id_]
 
-    def _abort(self, requests: Collection[RunningRequest]) -> None:
-        with self._lock:
-            ids = [one.request.id for one in requests if one.request.id in self._running]
-            if ids:
-                self.backend.abort(ids)
-            for id_ in ids:
-                del self._running[id_]
+_OPEN_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A step that runs while the interpreter takes itself apart could crash the process."""
+    for engine in list(_OPEN_ENGINES):
+        engine.close()
+
+
+def _close_later(loop: ServingLoop, thread: StepThread, backend: Backend) -> None:
+    """Ends an engine that nobody has closed. The collector calls it, so that it must not wait."""
+    if thread.is_forked or thread.is_closed:
+        return
+    loop.begin_drain()
+    thread.post(loop.close)
+    thread.post(backend.close)
+    thread.close_later()
 
 
 def _make_config(
@@ -303,13 +324,10 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prom
     return list(params)
 
 
-def _with_seed(params: SamplingParams) -> SamplingParams:
-    """Sets a random seed if there is none: samples of one prompt use consecutive seeds, so the first must be known."""
-    if params.n == 1:
-        return params
-    if not params.is_sampled:
+def _checked(params: SamplingParams) -> SamplingParams:
+    if params.n > 1 and not params.is_sampled:
         raise RequestError(f"n is {params.n}, but greedy samples would all be equal; set do_sample or a temperature")
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(64))
+    return params
 
 
 def _collect_samples(family: Sequence[RunningRequest]) -> GenerationResult:

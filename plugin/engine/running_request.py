@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagedkv.plugin.engine.results import GenerationResult, StreamPiece
-from pagedkv.plugin.errors import PagedKVError
 from pagedkv.plugin.requests import FinishReason, Request, StepOutput
 from pagedkv.plugin.text.output_text import OutputText
 
@@ -21,7 +20,7 @@ class RunningRequest:
     outputs: list[StepOutput] = field(default_factory=list)
     pieces: deque[StreamPiece] = field(default_factory=deque)
     """Pieces that the caller has not read yet."""
-    error: PagedKVError | None = None
+    error: BaseException | None = None
     finish_reason: FinishReason | None = None
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -32,11 +31,17 @@ class RunningRequest:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a stop string ended the request. The backend does not know of this yet."""
+        """Whether a stop string ended the request. The backend does not know of this."""
         return self.finish_reason is FinishReason.STOP_SEQUENCE
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the request with what reading it raises."""
+        self.error = error
+
     def take(self, output: StepOutput) -> None:
-        """Adds the next token."""
+        """Adds the next token. Drops it where a stop string has ended the request already."""
+        if self.is_done:
+            return
         self.last_token_s = time.perf_counter()
         if not self.outputs:
             self.first_token_s = self.last_token_s

@@ -41,6 +41,8 @@ class Sample:
     inbox: Inbox
     consumer: object = None
     """Whatever the inbox wants to find here; the loop does not read it."""
+    is_paused: bool = False
+    """Whether no step shall run it for now, because its reader is behind. Any thread may set it."""
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
     admitted_s: float | None = None

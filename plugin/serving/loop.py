@@ -7,8 +7,10 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pagedkv.plugin.errors import (
@@ -47,6 +49,7 @@ class ServingLoop:
         observers: told of each sample's end and of each step.
         is_shared: whether other doors hold requests in the same backend, which the loop must leave alone.
         max_live_samples: how many run and wait together; more are refused.
+        first_id: ids of the loop's requests in the backend begin here.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class ServingLoop:
         observers: Observers | None = None,
         is_shared: bool = False,
         max_live_samples: int = 4096,
+        first_id: int = FIRST_ID,
     ) -> None:
         self._backend = backend
         self._understood = understood_features(backend)
@@ -65,7 +69,9 @@ class ServingLoop:
         self._is_shared = is_shared
         self._max_live_samples = max_live_samples
         self._live: dict[RequestId, Sample] = {}
-        self._ids = itertools.count(FIRST_ID)
+        self._ids = itertools.count(first_id)
+        self._num_guests = 0
+        self._dropped: deque[Sample] = deque()
         self._is_draining = False
         self._num_failed_steps = 0
         self._num_idle_looks = 0
@@ -104,7 +110,11 @@ class ServingLoop:
             OverloadedError: too many are live already.
             UnavailableError: the loop is draining or its backend is not warmed up.
         """
-        return self._thread.submit(functools.partial(self._start, generation, inbox, consumer))
+        return self._thread.submit(lambda: self._start([generation], inbox, consumer)[0])
+
+    def start_all(self, generations: Sequence[GenerationRequest], inbox: Inbox) -> Future[list[list[Sample]]]:
+        """Takes several prompts, all or none; as `start`. The future has the samples of each."""
+        return self._thread.submit(functools.partial(self._start, generations, inbox, None))
 
     def abort(self, samples: Iterable[Sample], outcome: Outcome = Outcome.ABORTED) -> None:
         """Ends samples; those that have ended are passed over. What a running step brings for them is dropped."""
@@ -113,6 +123,19 @@ class ServingLoop:
     def begin_drain(self) -> None:
         """From now on new requests are refused; running ones go on."""
         self._is_draining = True
+
+    def drop(self, samples: Iterable[Sample]) -> None:
+        """Ends samples before the next step. Takes no lock and touches nothing else: a finalizer may call it."""
+        self._dropped.extend(samples)
+
+    @contextmanager
+    def guest(self) -> Iterator[None]:
+        """Context manager in which others may hold requests in the backend, which the loop then leaves alone."""
+        self._thread.run(functools.partial(self._count_guest, 1))
+        try:
+            yield
+        finally:
+            self._thread.run(functools.partial(self._count_guest, -1))
 
     def close(self) -> None:
         """Ends every sample and takes the loop off its thread. The backend stays open."""
@@ -123,37 +146,59 @@ class ServingLoop:
         """Runs a job between steps: any other call of the backend."""
         return self._thread.submit(job)
 
-    def _start(self, generation: GenerationRequest, inbox: Inbox, consumer: object) -> list[Sample]:
+    def _start(self, generations: Sequence[GenerationRequest], inbox: Inbox, consumer: object) -> list[list[Sample]]:
         if self._is_draining:
             raise DrainingError("the server is draining; send new requests elsewhere")
-        params = generation.params
-        if missing := params.features - self._understood:
-            raise UnsupportedRequestError(f"this server's backend does not know {', '.join(sorted(missing))}")
-        if len(self._live) + params.n > self._max_live_samples:
+        for generation in generations:
+            if missing := generation.params.features - self._understood:
+                raise UnsupportedRequestError(f"this server's backend does not know {', '.join(sorted(missing))}")
+        if len(self._live) + sum(one.params.n for one in generations) > self._max_live_samples:
             raise OverloadedError(
                 f"{len(self._live)} requests run and wait here, at most {self._max_live_samples} may; try again later, "
                 "or elsewhere"
             )
-        samples = [
-            Sample(generation, index, self._make_request(generation, one), inbox, consumer)
-            for index, one in enumerate(split_samples(params))
+        started = [
+            [
+                Sample(generation, index, self._make_request(generation, one), inbox, consumer)
+                for index, one in enumerate(split_samples(generation.params))
+            ]
+            for generation in generations
         ]
         # The others are forked from the first one when its prompt is computed, so that it is computed once.
-        self._backend.add([samples[0].request])
-        self._live.update((sample.request.id, sample) for sample in samples)
+        self._backend.add([samples[0].request for samples in started])
+        self._live.update((sample.request.id, sample) for samples in started for sample in samples)
         self._changed()
         self._thread.wake()
-        return samples
+        return started
 
     def _make_request(self, generation: GenerationRequest, params: SamplingParams) -> Request:
         return Request(RequestId(next(self._ids)), generation.prompt_ids, params, generation.namespace)
 
+    def _count_guest(self, change: int) -> None:
+        self._num_guests += change
+
+    def end_dropped(self) -> None:
+        """Ends what was dropped. On the step thread alone."""
+        while self._dropped:
+            self._abort([self._dropped.popleft()], Outcome.ABORTED)
+
+    def _choose_samples(self) -> list[RequestId] | None:
+        """Ids of the samples to step; None is all that the backend has."""
+        ids = [id_ for id_, sample in self._live.items() if not sample.is_paused]
+        return ids if self._is_shared or self._num_guests or len(ids) < len(self._live) else None
+
     def _run_step(self) -> bool:
+        self.end_dropped()
         if not self._live:
             return False
+        only = self._choose_samples()
+        if only is not None and not only:
+            # Whoever reads on wakes the thread; what is dropped meanwhile can't.
+            self._thread.wait_for_job(_MAX_PAUSE_S)
+            return True
         started_s = time.perf_counter()
         try:
-            outputs = self._backend.step(only=list(self._live) if self._is_shared else None)
+            outputs = self._backend.step(only=only)
         except StepError as error:
             self._num_failed_steps += 1
             logger.error("a step failed", exc_info=error)

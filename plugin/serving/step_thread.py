@@ -7,12 +7,15 @@ them, so that a backend that is loaded on one thread and stepped on another has 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from pagedkv.plugin.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class StepThread:
         self._has_background_work = False
         self._is_closed = False
         self._started_s: float | None = None
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -43,12 +47,13 @@ class StepThread:
         """Queues a job. A future that is cancelled before its job has begun takes it out of the queue.
 
         Raises:
-            RuntimeError: after `close`.
+            UnavailableError: after `close`, or in another process than the one that made this.
         """
+        self._refuse_forked()
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
-                raise RuntimeError("the thread is closed")
+                raise UnavailableError("the engine is closed")
             self._jobs.append((future, job))
             self._changed.notify()
         return future
@@ -81,18 +86,41 @@ class StepThread:
             if not self._jobs and not self._is_closed:
                 self._changed.wait(timeout_s)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is another process than the one that made the thread."""
+        return os.getpid() != self._process_id
+
     def busy_s(self) -> float:
         """Seconds that the present job or step has been running; 0 between them. May be called from any thread."""
         started_s = self._started_s
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     def close(self) -> None:
-        """Waits for the jobs that were given; afterwards `submit` raises RuntimeError. A second call does nothing."""
+        """Waits for the jobs that were given; afterwards `submit` raises UnavailableError. May be called again."""
+        if self.is_forked:
+            return
+        self.close_later()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def close_later(self) -> None:
+        """The same without waiting."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+
+    def _refuse_forked(self) -> None:
+        """A fork has no threads, and may have copied a lock that is held: to wait here would be for ever."""
+        if self.is_forked:
+            raise UnavailableError(
+                f"this engine was made in process {self._process_id}, and a fork of it has none of its threads: make "
+                "an engine in each process, or start processes with the method spawn"
+            )
 
     def _run(self) -> None:
         while True:

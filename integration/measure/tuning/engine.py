@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from pagedkv.integration.measure.benchmark.runners.in_process import InProcessEngine
 from pagedkv.integration.measure.benchmark.runners.protocol import Recorder, serve
-from pagedkv.plugin.engine.stream import TokenStream
 
 
 class TuningEngine(InProcessEngine):
@@ -27,31 +27,24 @@ class TuningEngine(InProcessEngine):
 
     def run(self, recorder: Recorder) -> dict[str, Any]:
         """Runs one repetition. Adds its `preemptions` and `recomputed_tokens` to the benchmark's cache figures."""
-        before = self._backend.stats()
-        cache = self._run_behind_router(recorder) if self._reserved_new_tokens else super().run(recorder)
-        after = self._backend.stats()
+        before = self._engine.stats()
+        cache = super().run(recorder)
+        after = self._engine.stats()
         counted = {name: getattr(after, name) - getattr(before, name) for name in ("preemptions", "recomputed_tokens")}
         return {**cache, **counted}
 
-    def _run_behind_router(self, recorder: Recorder) -> dict[str, Any]:
-        self._backend.watch(recorder)
+    def _admit(self, recorder: Recorder, waiting: deque[int], live: Sequence[int]) -> list[int]:
+        if not self._reserved_new_tokens:
+            return super()._admit(recorder, waiting, live)
         capacity = self._engine.capacity.max_cache_tokens
-        queue: deque[int] = deque()
-        live: dict[int, TokenStream] = {}
-        while not recorder.is_done:
-            queue.extend(recorder.due())
-            while queue and sum(self._reservation(recorder, index) for index in (*live, queue[0])) <= capacity:
-                index = queue.popleft()
-                live[index] = self._add(recorder, index)
-            if not live:
-                _require_waiting_helps(queue, capacity)
-                recorder.wait()
-                continue
-            # A step generates tokens for all streams; the other streams buffer them until they are done.
-            next(next(iter(live.values())))
-            for index in [index for index in live if _is_done(recorder, index)]:
-                deque(live.pop(index), maxlen=0)
-        return self._backend.describe_cache()
+        admitted: list[int] = []
+        reserved = sum(self._reservation(recorder, index) for index in live)
+        while waiting and reserved + self._reservation(recorder, waiting[0]) <= capacity:
+            reserved += self._reservation(recorder, waiting[0])
+            admitted.append(waiting.popleft())
+        if not live and not admitted:
+            _require_waiting_helps(waiting, capacity)
+        return admitted
 
     def _reservation(self, recorder: Recorder, index: int) -> int:
         return len(recorder.requests[index].prompt_ids) + self._reserved_new_tokens
@@ -60,10 +53,6 @@ class TuningEngine(InProcessEngine):
 def _require_waiting_helps(queue: deque[int], capacity: int) -> None:
     if queue:
         raise RuntimeError(f"request {queue[0]} reserves more than the {capacity} tokens that the server tells")
-
-
-def _is_done(recorder: Recorder, index: int) -> bool:
-    return recorder.times[index].num_tokens == recorder.requests[index].max_new_tokens
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def make_engine(tiny_model: Path) -> Iterator[Callable[..., Engine]]:
 
     yield make
     for engine in made:
-        engine.backend.check_integrity()
         stats = engine.stats()
+        engine.loop.run_on_thread(engine.backend.check_integrity).result()
         assert (stats.running, stats.waiting, stats.num_used_blocks) == (0, 0, 0)
         engine.close()

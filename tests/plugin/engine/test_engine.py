@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pagedkv.adapters.transformers.paged_model import TransformersModel
 from pagedkv.plugin import Engine, SamplingParams
-from pagedkv.plugin.errors import CapacityError, ConfigError, PluginError, RequestError, StepError
+from pagedkv.plugin.engine.running_request import RunningRequest
+from pagedkv.plugin.errors import CapacityError, ConfigError, PluginError, RequestError, StepError, UnavailableError
 from pagedkv.plugin.requests import CacheNamespace
+from pagedkv.plugin.serving import thread_inbox
+from pagedkv.plugin.serving.thread_inbox import ThreadInbox
 
 MakeEngine = Callable[..., Engine]
 
@@ -123,10 +132,10 @@ def test_closing_a_stream_ends_its_request(make_engine: MakeEngine) -> None:
 
 def test_stream_that_nobody_reads_ends_with_its_last_reference(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    stream = engine.stream("Once upon a time", GREEDY)
-    assert engine.stats()["waiting"] == 1
+    stream = engine.stream("Once upon a time", SamplingParams(max_new_tokens=1500, ignore_eos=True))
+    assert engine.stats()["running"] + engine.stats()["waiting"] == 1
     del stream
-    assert engine.stats()["waiting"] == 0
+    assert engine.stats()["running"] + engine.stats()["waiting"] == 0
     with engine.stream("Once upon a time", GREEDY) as stream:
         next(stream)
     assert list(stream) == []
@@ -248,13 +257,13 @@ def test_prompt_one_token_over_the_limit_fails_alone(make_engine: MakeEngine) ->
 
 def test_failed_step_raises_and_the_engine_lives_on(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    stream = engine.stream("beside", GREEDY)
+    stream = engine.stream("beside", SamplingParams(max_new_tokens=2000, ignore_eos=True))
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.backend._model), "forward", lambda *_: 1 / 0)
         with pytest.raises(StepError, match="ZeroDivisionError"):
             engine.generate("Hello", GREEDY)
     with pytest.raises(StepError):
-        next(stream)
+        list(stream)
     assert len(engine.generate("Hello", GREEDY)[0].token_ids) == 12
 
 
@@ -302,3 +311,178 @@ def test_config_file_names_the_backend(tiny_model: Path, tmp_path: Path) -> None
     with Engine(tiny_model, config=file) as engine:
         assert engine.backend.info.backend == "contiguous"
         assert len(engine.generate("Hello", GREEDY)[0].token_ids) == 12
+
+
+def test_all_of_the_model_runs_on_one_thread_whoever_calls(make_engine: MakeEngine, monkeypatch) -> None:
+    """Each thread that enters a parallel region of a math library has a team of its own."""
+    threads: set[int] = set()
+    load, forward = TransformersModel.load, TransformersModel.forward
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            threads.add(threading.get_ident())
+            return function(*arguments)
+
+        return note
+
+    monkeypatch.setattr(TransformersModel, "load", noting(load))
+    monkeypatch.setattr(TransformersModel, "forward", noting(forward))
+    engine = make_engine()
+    engine.generate("Hello", GREEDY)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: engine.generate("Hello", GREEDY), range(4)))
+        pool.submit(engine.beam_search, "Hello", 2, 3).result()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_an_interrupt_ends_its_own_requests_and_leaves_the_engine_usable(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    [wanted] = engine.generate("beside", SamplingParams(max_new_tokens=300, ignore_eos=True))
+    stream = engine.stream("beside", SamplingParams(max_new_tokens=300, ignore_eos=True))
+    reads = []
+
+    def read(inbox: ThreadInbox, timeout_s: float | None = None) -> Any:
+        reads.append(inbox)
+        if len(reads) == 3:
+            raise KeyboardInterrupt
+        return whole(inbox, timeout_s)
+
+    whole = ThreadInbox.read
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadInbox, "read", read)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["Hello", "Again"], SamplingParams(max_new_tokens=1500, ignore_eos=True))
+    assert engine.stats().running <= 1
+    assert [piece.token_id for piece in stream] == wanted.token_ids
+
+
+def test_streams_lost_in_reference_cycles_end(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for _ in range(20):
+        stream = engine.stream("Once upon a time", SamplingParams(max_new_tokens=2000, ignore_eos=True))
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+    del stream, cycle
+    gc.collect()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+def test_a_reader_that_is_behind_pauses_its_stream_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_inbox, "MAX_UNREAD_STEPS", 8)
+    engine = make_engine()
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    [wanted] = engine.generate("Once upon a time", params)
+    slow = engine.stream("Once upon a time", params)
+    assert len(engine.generate("beside", params)[0].token_ids) == 60
+    assert engine.stats().running == 1, "the slow stream holds its place"
+    assert [piece.token_id for piece in slow] == wanted.token_ids
+    dropped = engine.stream("Once upon a time", params)
+    engine.generate("beside", params)
+    del dropped
+    assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize("stop", [(3,), (None,)])
+def test_what_fails_after_the_start_leaves_nothing_behind(make_engine: MakeEngine, stop: Any) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_new_tokens=1500, ignore_eos=True, stop=stop)
+    with pytest.raises(TypeError):
+        engine.generate(["Hello", "Again"], params)
+    with pytest.raises(TypeError):
+        engine.stream("Hello", params)
+    assert engine.stats().running == 0
+    assert len(engine.generate("Hello", GREEDY)[0].token_ids) == 12
+
+
+def test_a_detokenizer_that_raises_ends_its_request_alone(make_engine: MakeEngine, monkeypatch) -> None:
+    engine = make_engine()
+    beside = engine.stream("beside", GREEDY)
+    stream = engine.stream("Hello", SamplingParams(max_new_tokens=1500, ignore_eos=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningRequest, "take", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate("Hello", SamplingParams(max_new_tokens=1500, ignore_eos=True))
+    assert len(list(beside)) == 12
+    assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize("num_blocks", range(13, 20))
+def test_beams_in_a_tiny_pool_are_those_of_a_large_one(make_engine: MakeEngine, num_blocks: int) -> None:
+    prompt = list(range(300, 500))
+    wanted = [beam.token_ids for beam in make_engine().beam_search(prompt, 4, 6)]
+    engine = make_engine(cache__num_blocks=num_blocks, limits__max_total_tokens=208)
+    assert [beam.token_ids for beam in engine.beam_search(prompt, 4, 6)] == wanted
+
+
+def test_beams_that_never_get_a_token_say_so(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend, "step", lambda only=None: [])
+        with pytest.raises(CapacityError, match="4 beams finds no room"):
+            engine.beam_search("Hello", 4, 6)
+
+
+def test_beams_wait_for_streams_that_hold_the_pool(make_engine: MakeEngine) -> None:
+    prompt = list(range(300, 400))
+    wanted = [beam.token_ids for beam in make_engine().beam_search(prompt, 3, 4)]
+    engine = make_engine(cache__num_blocks=20, limits__max_total_tokens=160)
+    streams = [
+        engine.stream(list(range(k, k + 60)), SamplingParams(max_new_tokens=60, ignore_eos=True)) for k in (20, 90)
+    ]
+    assert [beam.token_ids for beam in engine.beam_search(prompt, 3, 4)] == wanted
+    assert [len(list(stream)) for stream in streams] == [60, 60]
+
+
+def test_closing_ends_open_streams_with_an_error_and_calls_afterwards_too(tiny_model: Path) -> None:
+    engine = Engine(tiny_model, config={"cache.num_blocks": 256})
+    stream = engine.stream("Hello", SamplingParams(max_new_tokens=2000, ignore_eos=True))
+    next(stream)
+    engine.close()
+    engine.close()
+    with pytest.raises(UnavailableError):
+        list(stream)
+    with pytest.raises(UnavailableError):
+        engine.generate("Hello")
+    with pytest.raises(UnavailableError):
+        engine.stats()
+
+
+def test_an_engine_in_a_fork_says_what_to_do_and_does_not_hang(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.generate("Hello", GREEDY)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            engine.generate("Hello", GREEDY)
+        except UnavailableError as error:
+            engine.close()
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert b"spawn" in pipe.read()
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("end", ["", "del engine, stream; gc.collect()", "raise SystemExit(0)"])
+def test_a_program_that_closes_nothing_ends_well(tiny_model: Path, end: str) -> None:
+    code = f"""
+import gc
+from pagedkv.plugin import Engine, SamplingParams
+engine = Engine({str(tiny_model)!r}, config={{"cache.num_blocks": 512}})
+stream = engine.stream("Hello", SamplingParams(max_new_tokens=2000, ignore_eos=True))
+next(stream)
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

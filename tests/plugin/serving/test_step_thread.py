@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from pagedkv.plugin.errors import UnavailableError
 from pagedkv.plugin.serving.step_thread import StepThread
 
 TIMEOUT_S = 20
@@ -109,7 +110,7 @@ def test_close_runs_what_was_given_and_takes_no_more(thread: StepThread) -> None
     thread.close()
     thread.close()
     assert ran == list(range(5))
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(UnavailableError, match="closed"):
         thread.submit(lambda: None)
 
 

@@ -75,11 +75,19 @@ class Recorder:
             self._num_arrived += 1
         return list(range(first, self._num_arrived))
 
+    @property
+    def next_arrival_in_s(self) -> float | None:
+        """Seconds until the next request arrives, at least 0; None after the last one."""
+        if self._num_arrived == len(self.requests):
+            return None
+        return max(0.0, self.requests[self._num_arrived].arrival_s - self.now_s)
+
     def wait(self) -> None:
         """Sleeps until the next request arrives; for an engine that has nothing to do."""
-        if self._num_arrived == len(self.requests):
+        wait_s = self.next_arrival_in_s
+        if wait_s is None:
             raise RuntimeError("the engine has nothing to do, but tokens are missing")
-        time.sleep(max(0.0, self.requests[self._num_arrived].arrival_s - self.now_s))
+        time.sleep(wait_s)
 
     def count(self, index: int, num_tokens: int = 1, num_cached_tokens: int | None = None) -> None:
         """Records new tokens of a request.
