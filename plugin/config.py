@@ -135,6 +135,13 @@ class SchedulerSection(_Section):
         "chunks are made as small as that takes, by measured step times. 0 is no bound. Not with shards, nor with the "
         "contiguous backend.",
     )
+    short_prompt_share: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="Most of a step that a long prompt leaves to short ones that came after it; what they do not use, "
+        "it takes. 0 is strictly first come, first served. Paged backend.",
+    )
 
 
 class KernelsSection(_Section):

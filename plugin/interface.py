@@ -218,7 +218,8 @@ class CacheManager(Protocol):
         If no block is free, cached blocks are evicted, least recently used first and a tail before its parent. A shared
         block that will be written is copied. The source of a copy does not change until the sequence commits or is
         released, so that until then no target of a copy is the source of another one. `num_tokens` may exceed the
-        known tokens. Returns None, and changes nothing, if there are not enough blocks.
+        known tokens. May be called again with more tokens before `commit`. Returns None, and changes nothing, if there
+        are not enough blocks.
         """
 
     def commit(self, seq_id: RequestId, num_computed_tokens: int) -> None:

@@ -80,6 +80,8 @@ class SchedulerSettings:
     block_size: int
     max_gap_s: float = 0.0
     """Longest time between two tokens of a running stream, in seconds; 0 is no limit."""
+    short_prompt_share: float = 0.5
+    """Most of a step that a long prompt leaves to short ones behind it; 0 is strictly first come, first served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ def resolve_config(config: Config, model: ModelSpec, device: torch.device | None
             config.scheduler.max_num_sequences,
             config.cache.block_size,
             config.scheduler.max_gap_ms / 1000,
+            config.scheduler.short_prompt_share,
         ),
         kernels=config.kernels.name,
         graph_batch_sizes=_resolve_graphs(config.graphs, config.scheduler.max_num_sequences, device),

@@ -52,9 +52,16 @@ class SchedulerConformance:
         num_replicas: int = 1,
         vocab_size: int = 1000,
         has_prefix_cache: bool = True,
+        short_prompt_share: float = 0.5,
     ) -> SchedulerHarness:
         """Makes the scheduler under test, over a new cache."""
-        settings = SchedulerSettings(self.scheduler_name, max_step_tokens, max_num_sequences, block_size)
+        settings = SchedulerSettings(
+            self.scheduler_name,
+            max_step_tokens,
+            max_num_sequences,
+            block_size,
+            short_prompt_share=short_prompt_share,
+        )
 
         def make_replica() -> tuple[Scheduler, CacheManager]:
             cache = load_plugin(CACHE_MANAGERS, self.cache_manager_name).create(

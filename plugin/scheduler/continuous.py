@@ -11,7 +11,8 @@ PagedAttention" (SOSP 2023).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, islice
 from typing import TYPE_CHECKING, ClassVar
 
 from pagedkv.plugin.errors import CapacityError, DuplicateRequestError, IntegrityError, RequestError
@@ -25,6 +26,7 @@ from pagedkv.plugin.scheduler.growth import GrowthPromises
 from pagedkv.plugin.scheduler.idle import find_idle, note_in_vain, note_named
 from pagedkv.plugin.scheduler.recompute import RecomputeMeter
 from pagedkv.plugin.scheduler.sequence_progress import SequenceProgress
+from pagedkv.plugin.scheduler.short_prompts import count_kept_tokens
 from pagedkv.plugin.stats import SchedulerStats
 from pagedkv.plugin.step_plan import NewSequence, StepPlan
 
@@ -36,9 +38,9 @@ class ContinuousScheduler:
     """The scheduler `continuous`.
 
     A step takes the running sequences with one token left, then the running ones in the middle of their prompt, then
-    waiting ones, each group oldest first. If the cache is full, a running sequence preempts the newest one; if none is
-    newer than itself, it waits for this step. So the oldest sequence always makes progress, and every sequence ends,
-    however small the cache is.
+    waiting ones, each group oldest first; a long prompt leaves room for short ones behind it. If the cache is full, a
+    running sequence preempts the newest one; if none is newer than itself, it waits for this step. So the oldest
+    sequence always makes progress, and every sequence ends, however small the cache is.
     """
 
     interface_version: ClassVar[InterfaceVersion] = INTERFACE_VERSION
@@ -47,6 +49,7 @@ class ContinuousScheduler:
         self._cache = cache
         self._num_cache_tokens = num_cache_tokens
         self._max_step_tokens = config.max_step_tokens
+        self._short_prompt_share = config.short_prompt_share
         # Every running sequence may have one token left at the same time: all of them must fit into one step.
         self._max_num_running = min(config.max_num_sequences, config.max_step_tokens)
         self._live: dict[RequestId, SequenceProgress] = {}
@@ -106,6 +109,7 @@ class ContinuousScheduler:
         if not draft.is_cache_full:
             self._promises.clear()
             self._admit_waiting(draft, eligible)
+        self._use_tokens_left(draft)
         plan = draft.build(self._num_steps, self._cache)
         self._num_steps += 1
         self._open_plan = plan if plan.scheduled else None
@@ -180,19 +184,41 @@ class ContinuousScheduler:
             if eligible is None or sequence.id in eligible:
                 (decodes if sequence.num_tokens_left == 1 else chunks).append(sequence)
         note_named((*decodes, *chunks), self._num_steps)
-        self._extend_all(decodes, draft)
-        if max_chunk_tokens is not None:
-            draft.num_tokens_left = min(draft.num_tokens_left, max_chunk_tokens)
-        self._extend_all(chunks, draft)
-
-    def _extend_all(self, sequences: Sequence[SequenceProgress], draft: StepDraft) -> None:
-        for sequence in sequences:
+        for sequence in decodes:
             # An older sequence may have preempted it meanwhile.
             if sequence.is_running and draft.num_tokens_left:
-                self._extend(sequence, draft)
+                self._extend(sequence, 1, draft)
+        if max_chunk_tokens is not None:
+            draft.num_tokens_left = min(draft.num_tokens_left, max_chunk_tokens)
+        for index, sequence in enumerate(chunks):
+            if sequence.is_running and draft.num_tokens_left:
+                behind = chain(chunks[index + 1 :], self._list_waiting(eligible))
+                self._extend(sequence, self._choose_num_tokens(sequence, 0, behind, draft), draft)
 
-    def _extend(self, sequence: SequenceProgress, draft: StepDraft) -> None:
-        num_tokens = min(sequence.num_tokens_left, draft.num_tokens_left)
+    def _choose_num_tokens(
+        self, sequence: SequenceProgress, num_cached_tokens: int, behind: Iterable[SequenceProgress], draft: StepDraft
+    ) -> int:
+        """Tokens of a sequence in the step: all that are left, less what is kept for short ones behind it."""
+        wanted = sequence.num_tokens_left - num_cached_tokens
+        if wanted <= draft.num_tokens_left * (1 - self._short_prompt_share):
+            return wanted
+        num_kept = count_kept_tokens(draft.num_tokens_left, self._short_prompt_share, behind)
+        return min(wanted, draft.num_tokens_left - num_kept)
+
+    def _use_tokens_left(self, draft: StepDraft) -> None:
+        """Gives what was kept for others, and not used, to those for whom it was cut."""
+        for sequence in draft.chunks if draft.num_tokens_left else ():
+            start = sequence.num_acquired_tokens
+            num_tokens = min(sequence.num_tokens - start, draft.num_tokens_left)
+            if num_tokens and self._cache.acquire(sequence.id, start + num_tokens) is not None:
+                sequence.num_acquired_tokens = start + num_tokens
+                draft.extend(sequence, num_tokens)
+
+    def _list_waiting(self, eligible: frozenset[RequestId] | None, first: int = 0) -> Iterator[SequenceProgress]:
+        waiting = islice(self._waiting, first, None)
+        return waiting if eligible is None else (one for one in waiting if one.id in eligible)
+
+    def _extend(self, sequence: SequenceProgress, num_tokens: int, draft: StepDraft) -> None:
         grant = self._acquire(sequence, sequence.num_computed_tokens + num_tokens, draft)
         if grant is not None:
             draft.add(sequence, num_tokens, grant.copies)
@@ -251,8 +277,13 @@ class ContinuousScheduler:
             elif admission.decision is Decision.DEFER:
                 position += 1
             else:
+                behind = self._list_waiting(eligible, position + 1)
+                num_tokens = self._choose_num_tokens(sequence, admission.num_cached_tokens, behind, draft)
+                if not num_tokens:
+                    position += 1
+                    continue
                 del self._waiting[position]
-                self._admit(sequence, admission, draft)
+                self._admit(sequence, admission, num_tokens, draft)
 
     def _consider(self, sequence: SequenceProgress, draft: StepDraft) -> Admission:
         if len(self._running) >= self._max_num_running:
@@ -265,11 +296,10 @@ class ContinuousScheduler:
         self._preempt(idle, draft)
         self._promises.clear()
 
-    def _admit(self, sequence: SequenceProgress, admission: Admission, draft: StepDraft) -> None:
+    def _admit(self, sequence: SequenceProgress, admission: Admission, num_tokens: int, draft: StepDraft) -> None:
         start = admission.num_cached_tokens
         if admission.fork_from is not None:
             start = self._cache.fork(admission.fork_from.id, sequence.id, start)
-        num_tokens = min(sequence.num_tokens - start, draft.num_tokens_left)
         grant = self._cache.acquire(sequence.id, start + num_tokens)
         assert grant is not None, "the cache's plan promised room"
         assert admission.fork_from is not None or grant.num_cached_tokens == start, "plan and grant differ"

@@ -27,11 +27,22 @@ class StepDraft:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def chunks(self) -> list[SequenceProgress]:
+        """Sequences whose rows are not their last tokens, oldest first."""
+        cut = (sequence for sequence, num_tokens in self._rows.values() if num_tokens < sequence.num_tokens_left)
+        return sorted(cut, key=lambda sequence: sequence.arrival)
+
     def add(self, sequence: SequenceProgress, num_tokens: int, copies: tuple[BlockCopy, ...]) -> None:
         self._rows[sequence.id] = (sequence, num_tokens)
         self.num_tokens_left -= num_tokens
         if copies:
             self._copies[sequence.id] = copies
+
+    def extend(self, sequence: SequenceProgress, num_tokens: int) -> None:
+        """Adds tokens to a sequence's row."""
+        self._rows[sequence.id] = (sequence, self._rows[sequence.id][1] + num_tokens)
+        self.num_tokens_left -= num_tokens
 
     def drop(self, sequence: SequenceProgress) -> None:
         """Removes a sequence that lost its blocks, and its copies: other sequences may hold their targets now."""

@@ -423,3 +423,33 @@ def test_hundreds_of_mixed_requests_some_cancelled_some_bad_leave_the_pool_as_it
     assert num_bad > 30
     assert stats.num_free_blocks + stats.num_cached_blocks == num_free
     assert stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("error", [KeyError("a plugin's own"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("place", ["execute", "commit", "end of commit"])
+def test_whatever_is_raised_between_schedule_and_commit_ends_the_plan_alone(
+    make_backend: Any, token_model: TokenModel, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str
+) -> None:
+    backend = make_backend()
+    backend.add([make_request(1, range(20), max_new_tokens=4)])
+    backend.add([make_request(2, range(30, 60), max_new_tokens=4)])
+    backend.step(only=[2])
+
+    def fail(*_: Any) -> Any:
+        if place == "end of commit":
+            commit(*_)
+        raise error
+
+    scheduler = backend._pool.scheduler
+    commit = scheduler.commit
+    with monkeypatch.context() as patch:
+        if place == "execute":
+            patch.setattr(backend._executor, "run", fail)
+        else:
+            patch.setattr(scheduler, "commit", fail)
+        with pytest.raises(StepError if isinstance(error, Exception) else type(error)):
+            backend.step(only=[1])
+    backend.check_integrity()
+    assert [output.request_id for output in backend.step()] == [2]
+    backend.add([make_request(1, range(20), max_new_tokens=4)])
+    assert token_ids(run(backend)[1]) == token_model.continue_greedily(list(range(20)), 4)

@@ -25,7 +25,7 @@ def distinct_prompt(index: int, num_tokens: int) -> range:
 
 
 def test_decodes_come_first_then_chunks_then_newcomers_oldest_first(make_harness: MakeHarness) -> None:
-    harness = make_harness(max_step_tokens=10)
+    harness = make_harness(max_step_tokens=10, short_prompt_share=0.0)
     for index, num_tokens in enumerate((3, 12, 2)):
         harness.add(distinct_prompt(index, num_tokens), 8)
     assert rows_of(harness.step()) == [(0, 0, 3), (1, 0, 7)]
@@ -36,7 +36,7 @@ def test_decodes_come_first_then_chunks_then_newcomers_oldest_first(make_harness
 def test_the_last_token_of_a_prompt_and_a_prompt_of_one_token_are_rows_with_one_token(
     make_harness: MakeHarness,
 ) -> None:
-    harness = make_harness(max_step_tokens=8)
+    harness = make_harness(max_step_tokens=8, short_prompt_share=0.0)
     for index, num_tokens in enumerate((9, 4, 1)):
         harness.add(distinct_prompt(index, num_tokens), 3)
     assert rows_of(harness.step()) == [(0, 0, 8)]
@@ -208,7 +208,7 @@ def test_many_requests_with_one_prefix_sent_at_once_compute_it_once(make_harness
 def test_waiting_for_a_prefix_lets_others_go_first_and_ends_when_the_one_computing_it_is_cancelled(
     make_harness: MakeHarness,
 ) -> None:
-    harness = make_harness(max_step_tokens=16)
+    harness = make_harness(max_step_tokens=16, short_prompt_share=0.0)
     filler = harness.add(range(16), 4)
     harness.step()
     filler = harness.add(range(100, 140), 4)
