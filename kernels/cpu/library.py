@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from enum import IntFlag
 
 import torch
 
@@ -73,6 +74,7 @@ class _AttendArgs(ctypes.Structure):
         ("num_threads", _INT32),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
+        ("tiles", _INT32),
     )
 
 
@@ -105,6 +107,16 @@ class _StoreArgs(ctypes.Structure):
 _NO_NIBBLES = _Nibbles()
 
 
+class TileUse(IntFlag):
+    """Which products of bf16 are made by tiles, as in csrc/plan.h; the others are made by vectors."""
+
+    NOWHERE = 0
+    DECODES = 1
+    """Of sequences with one query."""
+    PROMPTS = 2
+    """Of sequences with more."""
+
+
 class AttentionLibrary:
     """Calls a compiled library on torch's threads. It has one workspace, so only one caller at a time."""
 
@@ -112,6 +124,9 @@ class AttentionLibrary:
         self._attend = library.pagedkv_attend
         self._attend.argtypes = (ctypes.POINTER(_AttendArgs), _POINTER, _INT64)
         self._attend.restype = _INT64
+        self.tiles_error = _request_tiles(library)
+        """0 where `tiles` may be set, or an error number: ENOSYS if this CPU or build has none."""
+        self.tiles = TileUse.NOWHERE
         self._store = library.pagedkv_store
         self._store.argtypes = (ctypes.POINTER(_StoreArgs),)
         self._store.restype = None
@@ -157,6 +172,7 @@ class AttentionLibrary:
             num_threads=torch.get_num_threads(),
             scale=options.scale,
             softcap=options.softcap or 0.0,
+            tiles=self.tiles,
         )
         needed = self._attend(arguments, self._workspace.data_ptr(), self._workspace.numel())
         if needed > self._workspace.numel():
@@ -182,6 +198,14 @@ class AttentionLibrary:
                 num_threads=torch.get_num_threads(),
             )
         )
+
+
+def _request_tiles(library: ctypes.CDLL) -> int:
+    """Asks the operating system for tiles. Returns 0 or an error number."""
+    request = library.pagedkv_attention_tiles_error
+    request.restype = _INT32
+    error: int = request()
+    return error
 
 
 def find_static_scales(storage: KVStorage, name: str) -> torch.Tensor:

@@ -14,13 +14,18 @@ Scales of tokens multiply vectors of scores and of weights, so that elements onl
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from pagedkv.kernels.cpu.compiler import CompilerError, load_library
-from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, find_static_scales
+from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, TileUse, find_static_scales
 from pagedkv.kernels.cpu.memory import allocate_zeros
 from pagedkv.kernels.cpu.nibbles import are_supported_nibbles, list_nibble_tensors, read_nibbles
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
@@ -32,6 +37,8 @@ from pagedkv.plugin.step_plan import BlockCopy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
 
 _HEAD_DIM_MULTIPLE = 16
 """Number of floats in the widest vectors."""
@@ -45,10 +52,14 @@ class CpuKernels:
     name = "cpu"
     can_capture_graphs = False
 
-    def __init__(self, device: torch.device, compiler_flags: tuple[str, ...] = ()) -> None:
-        """Makes the kernels. `compiler_flags` are added to the native ones: tests build for other instruction sets."""
+    def __init__(
+        self, device: torch.device, compiler_flags: tuple[str, ...] = (), tile_use: TileUse = TileUse.NOWHERE
+    ) -> None:
+        """Makes the kernels. For tests: `compiler_flags` are added to the native ones, to build for other instruction
+        sets, and `tile_use` is where products are made by tiles, if they may be used."""
         self._device = device
         self._compiler_flags = compiler_flags
+        self._tile_use = tile_use
         self._loaded: AttentionLibrary | None = None
 
     @classmethod
@@ -133,6 +144,9 @@ class CpuKernels:
     def _library(self) -> AttentionLibrary:
         if self._loaded is None:
             self._loaded = AttentionLibrary(load_library(self._compiler_flags))
+            report_refused_tiles(self._loaded.tiles_error)
+            if not self._loaded.tiles_error:
+                self._loaded.tiles = self._tile_use
         return self._loaded
 
     def _library_faults(self) -> list[str]:
@@ -141,6 +155,15 @@ class CpuKernels:
         except CompilerError as error:
             return [str(error)]
         return []
+
+
+@cache
+def report_refused_tiles(error: int) -> None:
+    """Logs, once, that tiles are not used although the CPU has them."""
+    if error and error != errno.ENOSYS:
+        logger.warning("the operating system refuses tiles (AMX), attention goes without: %s", os.strerror(error))
+    elif error and "amx_bf16" in Path("/proc/cpuinfo").read_text():
+        logger.warning("the C compiler does not know tiles (AMX), attention goes without: gcc 11 or clang 12 do")
 
 
 def _is_supported(kv_dtype: KVDtype) -> bool:

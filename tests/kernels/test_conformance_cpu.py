@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from pagedkv.kernels.cpu.library import TileUse
 from pagedkv.kernels.cpu.provider import CpuKernels
 from pagedkv.plugin.conformance.kernels import REDUCED, KernelsConformance
 from pagedkv.plugin.interface import AttentionKernels
@@ -68,3 +69,17 @@ else:
 
         dtypes = (torch.bfloat16,)
         compiler_flags = ("-DLANES=16", "-DHAS_BF16_DOT=1")
+
+
+class TestTiles(_OtherBuild):
+    """Every product of bf16 made by tiles, by the software version where the CPU has none."""
+
+    dtypes = (torch.bfloat16,)
+    compiler_flags = (
+        *(() if "amx_bf16" in CPU_FLAGS else ("-DSOFTWARE_TILES",)),
+        *(() if "avx512_bf16" in CPU_FLAGS else ("-DLANES=16", "-DHAS_BF16_DOT=1")),
+    )
+
+    @pytest.fixture
+    def kernels(self) -> AttentionKernels:
+        return CpuKernels(torch.device("cpu"), self.compiler_flags, TileUse.DECODES | TileUse.PROMPTS)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagedkv.kernels.cpu.library import TileUse
 from pagedkv.kernels.cpu.provider import CpuKernels
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import KVStorage
@@ -90,9 +91,10 @@ def check(
     num_heads: int = 6,
     block_size: int = 16,
     v_dim: int = 64,
+    kernels: CpuKernels | None = None,
 ) -> None:
     """A batch's rows are those of its sequences alone, where nothing is shared."""
-    kernels = CpuKernels.create(torch.device("cpu"))
+    kernels = kernels or CpuKernels.create(torch.device("cpu"))
     storage, tables = fill(kernels, name, block_size, dtype, v_dim)
     q = torch.randn(len(SEQ_LENS), num_heads, HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
     together = kernels.attend(q, storage, decode(list(SEQ_LENS), tables), options)
@@ -127,3 +129,10 @@ def test_windows_begin_elsewhere_in_every_sequence(window: int) -> None:
 def test_other_options_belong_to_each_row() -> None:
     slopes, sinks = torch.linspace(0.01, 0.3, 6), torch.linspace(-1, 2, 6)
     check("bf16", options=AttentionOptions(scale=0.125, softcap=20.0, alibi_slopes=slopes, sinks=sinks))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+@pytest.mark.parametrize("num_heads", [6, 14])
+def test_bits_by_tiles_are_those_of_a_sequence_alone(name: str, num_heads: int) -> None:
+    flags = ("-DSOFTWARE_TILES", "-march=x86-64-v3", "-DHAS_BF16_DOT=1")
+    check(name, num_heads=num_heads, kernels=CpuKernels(torch.device("cpu"), flags, TileUse.DECODES))

@@ -2,78 +2,14 @@
 
 #include <omp.h>
 
+#include "products.h"
 #include "results.h"
-#include "scratch.h"
 #include "sharing.h"
+#include "tile_products.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
-typedef struct {
-    const AttendArgs *args;
-    const Group *group;
-    Scratch *scratch;
-    Layout layout;
-    int64_t rows;        // row = query × group size + head in group
-    int64_t chunk_rows;  // that are done at once
-    int64_t alike;       // rows that register tiles are cut from, see `Product`; 0: all of a chunk
-} Work;
-
 // ---------------------------------------------------------------------------------------------------------- the tiles
-
-// A tile of the context and the rows that attend to it. The tokens that any of the rows sees are [low, high) of it.
-typedef struct {
-    int64_t start, first_row, rows, low, high;
-    const char *const *k_groups, *const *v_segments;
-    int fetches;  // whether memory is to be asked for: the first rows do it for all
-} Chunk;
-
-// Scores of a chunk: dot products, not scaled yet.
-static void multiply_keys(const Work *work, const Chunk *chunk) {
-    const Scratch *scratch = work->scratch;
-    int format = work->layout.format;
-    int64_t lda = work->args->head_dim / (is_dot(format) ? 2 : 1);
-    Product product = {
-        .a = (is_dot(format) ? (const float *)scratch->q_pairs : scratch->q) + chunk->first_row * lda,
-        .a_scales = scratch->q_scales + chunk->first_row,
-        .b = chunk->k_groups + chunk->low / LANES,
-        .c = scratch->scores + chunk->low,
-        .lda = lda,
-        .ldc = SCORES_STRIDE,
-        .rows = chunk->rows,
-        .alike = work->alike ? work->alike : chunk->rows,
-        .columns = chunk->high - chunk->low,
-        .depth = work->args->head_dim,
-        .line_bytes = work->layout.k_line_bytes,
-        .ahead = chunk->fetches ? MAX_TILE_VECTORS + AHEAD_TOKENS / LANES : 0,
-    };
-    multiply_columns(format, &product);
-}
-
-// Adds weights × values to the sums of a chunk.
-static void multiply_values(const Work *work, const Chunk *chunk) {
-    const Scratch *scratch = work->scratch;
-    const Layout *layout = &work->layout;
-    int64_t dim = work->args->v_head_dim, first_segment = chunk->low / layout->segment;
-    int64_t first = layout->is_direct ? 0 : chunk->low % layout->segment;
-    const char *packed = chunk->v_segments[0] + first / steps_per_line(layout->format) * layout->v_line_bytes;
-    int64_t places = is_dot(layout->format) ? 2 : 1;
-    Product product = {
-        .a = (is_dot(layout->format) ? (const float *)scratch->weight_pairs : scratch->scores) + chunk->low / places,
-        .a_scales = scratch->weight_scales,
-        .b = layout->is_direct ? chunk->v_segments + first_segment : &packed,
-        .c = scratch->sums + chunk->first_row * dim,
-        .lda = SCORES_STRIDE / places,
-        .ldc = dim,
-        .rows = chunk->rows,
-        .alike = work->alike ? work->alike : chunk->rows,
-        .columns = dim,
-        .depth = chunk->high - chunk->low,
-        .line_bytes = layout->v_line_bytes,
-        .segment = layout->segment,
-        .ahead = chunk->fetches ? AHEAD_TOKENS / layout->segment : 0,
-    };
-    multiply_steps(layout->format, &product);
-}
 
 INLINE void raise_max(const Work *work, int64_t row, float max) {
     Scratch *scratch = work->scratch;
@@ -90,7 +26,8 @@ static void soften(const Work *work, const Chunk *chunk) {
     const AttendArgs *args = work->args;
     Scratch *scratch = work->scratch;
     int format = work->layout.format;
-    int64_t count = chunk->high - chunk->low, padded = round_up(count, LANES), size = group_size(args);
+    int64_t count = chunk->high - chunk->low, size = group_size(args);
+    int64_t padded = round_up(count, work->layout.uses_tiles ? TILE_STEPS : LANES);
     const float *k_scales = args->k_scales.data ? scratch->k_scales + chunk->low : NULL;
     const float *v_scales = args->v_scales.data ? scratch->v_scales + chunk->low : NULL;
     int is_plain = format == B_BF16_DOT && args->scale > 0 && !k_scales && !args->softcap && !args->alibi_slopes;
@@ -117,6 +54,14 @@ static void soften(const Work *work, const Chunk *chunk) {
 }
 
 static void attend_chunk(const Work *work, const Chunk *chunk) {
+#if HAS_TILES
+    if (work->layout.uses_tiles) {
+        multiply_keys_by_tiles(work, chunk);
+        soften(work, chunk);
+        multiply_values_by_tiles(work, chunk);
+        return;
+    }
+#endif
     multiply_keys(work, chunk);
     soften(work, chunk);
     multiply_values(work, chunk);
@@ -138,13 +83,17 @@ static void attend_tile(const Work *work, const Item *item, int64_t start, int64
     Chunk chunk = {.start = start, .fetches = layout->is_direct};
     chunk.k_groups = scratch->k_groups + offset / LANES;
     chunk.v_segments = scratch->v_segments + offset / layout->segment;
+#if HAS_TILES
+    if (layout->uses_tiles) find_tile_values(work, &chunk, end - start);
+#endif
+    const int64_t low_step = layout->uses_tiles ? TILE_STEPS : MAX_SEGMENT;
     for (int64_t row = 0; row < work->rows; row += work->chunk_rows) {
         chunk.first_row = row;
         chunk.rows = min64(work->chunk_rows, work->rows - row);
         const Query *first = &scratch->queries[row / size], *last = &scratch->queries[(row + chunk.rows - 1) / size];
         chunk.high = min64(end, last->position + 1) - start;
         int64_t seen = args->sliding_window ? first->position - start + 1 - args->sliding_window : 0;
-        chunk.low = max64(0, seen) / MAX_SEGMENT * MAX_SEGMENT;
+        chunk.low = max64(0, seen) / low_step * low_step;
         if (chunk.low >= chunk.high) continue;
         attend_chunk(work, &chunk);
         chunk.fetches = 0;
@@ -188,9 +137,10 @@ static int64_t list_queries(const Plan *plan, const Item *item, Query *queries) 
 static Work begin_work(const AttendArgs *args, const Plan *plan, const Item *item, Scratch *scratch) {
     const Group *group = &plan->groups[item->group];
     int64_t size = group_size(args), rows = list_queries(plan, item, scratch->queries) * size;
-    Work work = {args, group, scratch, choose_layout(args, group->num_queries * size), rows, CHUNK_ROWS, 0};
+    Layout layout = choose_layout(args, group->num_queries * size, group->num_queries == 1);
+    Work work = {args, group, scratch, layout, rows, layout.uses_tiles ? MAX_CHUNK_ROWS : CHUNK_ROWS, 0};
     if (item->num_shared > 1) {
-        work.chunk_rows = CHUNK_ROWS / size * size;
+        work.chunk_rows = work.chunk_rows / size * size;
         work.alike = may_mix_rows(work.layout.format, size, args->v_head_dim) ? 0 : size;
     }
     return work;
@@ -272,6 +222,12 @@ EXPORT int64_t pagedkv_attend(const AttendArgs *args, char *workspace, int64_t w
             attend_item(&work, item);
             finish_item(args, &plan, item, &scratch);
         }
+#if HAS_TILES
+        end_tiles(&scratch);
+#endif
     }
     return needed;
 }
+
+// 0 where AttendArgs.tiles may be other than 0, or an error number; see find_tiles_error.
+EXPORT int32_t pagedkv_attention_tiles_error(void) { return find_tiles_error(); }

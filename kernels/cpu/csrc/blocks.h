@@ -3,12 +3,14 @@
 
 #include "gemm.h"
 #include "plan.h"
+#include "tiles.h"
 
 enum {
     TILE_TOKENS = 128,         // of the context at once
     TILE_TOKENS_FLOATS = 64,   // where keys and values are copied as floats; half of the L1 cache at 64 channels
     MAX_DIRECT_ROWS = 12,      // above it, widening a tile once and for all pays
     MAX_INTEGER_DEPTH = 512,   // whose sums of 16-bit integers × 8-bit ones fit 32 bits
+    TILE_STEPS = 2 * TILE_PAIRS,  // tokens whose values are a tile; a multiple of LANES
     MAX_SEGMENT = 16,          // tokens whose values are found by one pointer
     AHEAD_TOKENS = 32,         // that are asked for from memory: as many as are multiplied while a miss takes
     // Entries of pointers behind the last token: tiles are filled up, and memory is asked for in front.
@@ -21,6 +23,7 @@ enum {
 typedef struct {
     int format;         // of B: in blocks, or in scratch
     int is_direct;      // in blocks
+    int uses_tiles;     // for B_BF16_DOT, instead of vectors
     int64_t tile_tokens, segment;
     int64_t k_line_bytes, v_line_bytes;
 } Layout;
@@ -43,15 +46,26 @@ INLINE int packed_format(const AttendArgs *args) {
     return HAS_BF16_DOT && args->q_dtype == BF16 && fits ? B_BF16_DOT : B_FP32;
 }
 
-INLINE Layout choose_layout(const AttendArgs *args, int64_t rows) {
-    int direct = args->kv_dtype == INT4 ? B_FP32 : direct_format(args);
+// Whether the products of a group are made by tiles, which does not depend on how many rows there are beside it.
+INLINE int wants_tiles(const AttendArgs *args, int is_decode) {
+    if (!HAS_TILES || packed_format(args) != B_BF16_DOT) return 0;
+    // Weights of elements of 8 bits are multiplied by a scale before bf16 would round them, which a decode must not.
+    if (is_decode && is_scaled(args->kv_dtype)) return 0;
+    return (args->tiles & (is_decode ? TILES_OF_DECODES : TILES_OF_PROMPTS)) != 0;
+}
+
+// `rows` are those of a group, and of a decode where it has one query.
+INLINE Layout choose_layout(const AttendArgs *args, int64_t rows, int is_decode) {
+    int uses_tiles = wants_tiles(args, is_decode), direct = args->kv_dtype == INT4 ? B_FP32 : direct_format(args);
     int is_direct = (rows <= MAX_DIRECT_ROWS || direct == B_BF16_DOT) && args->block_size % LANES == 0;
     is_direct &= args->kv_dtype != INT4;
+    if (uses_tiles) is_direct = direct == B_BF16_DOT && args->block_size % TILE_COLUMNS == 0;
     int format = is_direct ? direct : packed_format(args);
     int64_t tile = format == B_FP32 && !is_direct ? TILE_TOKENS_FLOATS : TILE_TOKENS;
     return (Layout){
         .format = format,
         .is_direct = is_direct,
+        .uses_tiles = uses_tiles,
         .tile_tokens = tile,
         .segment = is_direct ? min64(args->block_size, MAX_SEGMENT) : tile,
         .k_line_bytes = (is_direct ? args->block_size : tile) * column_bytes(format),
@@ -293,6 +307,6 @@ static void gather_scales(const AttendArgs *args, const Group *group, Scales sca
         for (int64_t i = 0; i < count; i++) out[token - start + i] = first[i * scales.token_stride] * unit;
         token += count;
     }
-    // Zeros fill the last vector up, so that no weight is made of what lies there.
-    memset(out + (end - start), 0, (round_up(end - start, LANES) - (end - start)) * sizeof(float));
+    // Zeros fill the last vector or tile up, so that no weight is made of what lies there.
+    memset(out + (end - start), 0, (round_up(end - start, TILE_STEPS) - (end - start)) * sizeof(float));
 }

@@ -20,6 +20,8 @@ enum {
     MIN_ITEMS_PER_THREAD = 4,       // that joining leaves, where there were as many
 };
 
+enum { TILES_OF_DECODES = 1, TILES_OF_PROMPTS = 2 };  // of groups with one query, and with more
+
 typedef struct {
     const void *q;  // [num_tokens, num_heads, head_dim]
     void *out;      // [num_tokens, num_heads, v_head_dim], contiguous, of the dtype of q
@@ -33,6 +35,7 @@ typedef struct {
     Nibbles nibbles;  // of INT4
     int32_t q_dtype, kv_dtype, num_threads;
     float scale, softcap;  // softcap 0 is none
+    int32_t tiles;         // TILES_OF_DECODES and TILES_OF_PROMPTS: where products of bf16 are made by tiles
 } AttendArgs;
 
 typedef struct {

@@ -4,7 +4,8 @@
 #include "blocks.h"
 
 enum {
-    CHUNK_ROWS = 24,  // of an item at once: their scores with a tile stay in the L1 cache
+    CHUNK_ROWS = 24,      // of an item at once: their scores with a tile stay in the L1 cache
+    MAX_CHUNK_ROWS = 32,  // the same by tiles, two of rows
     SCORES_STRIDE = TILE_TOKENS + COLUMNS_STEP,
 };
 
@@ -15,6 +16,8 @@ typedef struct {
 typedef struct {
     Query *queries;  // of the item
     const char **k_groups, **v_segments;
+    const char *v_tiles[TILE_TOKENS / TILE_STEPS];  // where the values of each TILE_STEPS tokens of a tile begin
+    int64_t tile_rows, tile_pairs;                  // that this thread's tiles are configured for; 0: they are not
     char *packed_k, *packed_v;
     float *q, *q_scales;      // of all rows; so are max, total and sums
     uint16_t *q_pairs;
@@ -33,7 +36,7 @@ INLINE void *take(char **place, int64_t bytes) {
 
 // Lays a thread's scratch out at *place.
 static Scratch take_scratch(const AttendArgs *args, char **place) {
-    int64_t rows = max_rows(args), chunk = CHUNK_ROWS * SCORES_STRIDE;
+    int64_t rows = max_rows(args), chunk = MAX_CHUNK_ROWS * SCORES_STRIDE;
     return (Scratch){
         .queries = take(place, rows * sizeof(Query)),
         .k_groups = take(place, MAX_GROUPS * sizeof(char *)),
@@ -50,7 +53,7 @@ static Scratch take_scratch(const AttendArgs *args, char **place) {
         .k_scales = take(place, SCORES_STRIDE * 4),
         .v_scales = take(place, SCORES_STRIDE * 4),
         .scores = take(place, chunk * 4),
-        .weight_scales = take(place, CHUNK_ROWS * 4),
+        .weight_scales = take(place, MAX_CHUNK_ROWS * 4),
         .weight_pairs = take(place, chunk * 2),
     };
 }

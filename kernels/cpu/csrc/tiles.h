@@ -150,20 +150,28 @@ INLINE float flush_denormal(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0
 INLINE float even_of(uint32_t pair) { return flush_denormal(bits_to_float(pair << 16)); }
 INLINE float odd_of(uint32_t pair) { return flush_denormal(bits_to_float(pair & 0xffff0000)); }
 
-static void tile_dot_bf16(const int c, const int a, const int b) {
+__attribute__((noinline)) static void tile_dot_bf16(const int c, const int a, const int b) {
     int64_t columns = tile_row_bytes(c) / 4, pairs = tile_row_bytes(a) / 4;
+    float b_even[TILE_PAIRS][TILE_COLUMNS], b_odd[TILE_PAIRS][TILE_COLUMNS];
     if (tile_rows(a) != tile_rows(c) || tile_rows(b) != pairs || tile_row_bytes(b) != tile_row_bytes(c)) __builtin_trap();
+    for (int64_t k = 0; k < pairs; k++) {
+        uint32_t line[TILE_COLUMNS];
+        memcpy(line, software_tiles.tiles[b][k], sizeof line);
+        for (int n = 0; n < TILE_COLUMNS; n++) {
+            b_even[k][n] = even_of(line[n]);
+            b_odd[k][n] = odd_of(line[n]);
+        }
+    }
     for (int64_t row = 0; row < tile_rows(c); row++) {
-        uint32_t a_pairs[TILE_PAIRS], b_pairs[TILE_COLUMNS];
+        uint32_t a_pairs[TILE_PAIRS];
         float even[TILE_COLUMNS] = {0}, odd[TILE_COLUMNS] = {0}, sums[TILE_COLUMNS];
         memcpy(a_pairs, software_tiles.tiles[a][row], sizeof a_pairs);
         memcpy(sums, software_tiles.tiles[c][row], sizeof sums);
         for (int64_t k = 0; k < pairs; k++) {
             float a_even = even_of(a_pairs[k]), a_odd = odd_of(a_pairs[k]);
-            memcpy(b_pairs, software_tiles.tiles[b][k], sizeof b_pairs);
             for (int n = 0; n < TILE_COLUMNS; n++) {
-                even[n] = flush_denormal(fmaf(a_even, even_of(b_pairs[n]), even[n]));
-                odd[n] = flush_denormal(fmaf(a_odd, odd_of(b_pairs[n]), odd[n]));
+                even[n] = flush_denormal(fmaf(a_even, b_even[k][n], even[n]));
+                odd[n] = flush_denormal(fmaf(a_odd, b_odd[k][n], odd[n]));
             }
         }
         for (int64_t n = 0; n < columns; n++) {
