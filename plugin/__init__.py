@@ -18,6 +18,9 @@ __all__ = ["Engine", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     # The contract's files import none of the folders below them, so the engine is loaded when it is first asked for.
     if name == "Engine":
+        from pagedkv.plugin.threads import spare_quota
+
+        spare_quota()
         from pagedkv.plugin.engine.engine import Engine
 
         return Engine

@@ -72,6 +72,11 @@ class ModelSection(_Section):
         description='Fused code for models of Llama\'s shape: a plugin of pagedkv.decoders; "auto" picks by device, '
         '"off" runs the modules of transformers. Other models, float16 on a CPU and shards always run so.',
     )
+    threads: Auto | PositiveInt = Field(
+        AUTO,
+        description='Threads that compute on the CPU; "auto" is OMP_NUM_THREADS, else the number of cores, or of CPUs '
+        "of the container's quota if they are fewer, divided by the shards.",
+    )
     revision: str = Field("", description="Revision of a model that is not a directory; empty is the default one.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model brings.")
     allow_pickle: bool = Field(False, description="Load weights that are not safetensors; unpickling runs code.")

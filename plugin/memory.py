@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from pagedkv.plugin.cgroups import CGROUPS, PROC, ControlGroup, list_control_groups, read_text
 from pagedkv.plugin.errors import ConfigError
 
 _SIZE = TypeAdapter(ByteSize)
@@ -56,7 +57,7 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
     return read_host_memory()
 
 
-def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
+def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> DeviceMemory:
     """Reads the memory of this machine, or of its container (cgroup v1 or v2) if that is less.
 
     Raises:
@@ -70,7 +71,7 @@ def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _read_meminfo(proc: Path) -> tuple[int, int] | None:
-    text = _read_text(proc / "meminfo")
+    text = read_text(proc / "meminfo")
     fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in text.splitlines())}
     if "MemTotal" not in fields or "MemAvailable" not in fields:
         return None
@@ -89,35 +90,17 @@ def _read_sysconf() -> tuple[int, int]:
 
 def _read_cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
     """Yields (limit, used) in bytes of this process's group and of every group above it."""
-    for line in _read_text(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit_name, taken_name = cgroups, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit_name, taken_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's and not exist here; the root is then the container's own group.
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            limit, taken = _read_text(folder / limit_name).strip(), _read_text(folder / taken_name).strip()
-            if limit.isdigit() and taken.isdigit():
-                yield int(limit), int(taken) - _read_reclaimable_bytes(folder)
-            if folder == root:
-                break
+    for group in list_control_groups("memory", proc, cgroups):
+        limit = group.read("memory.max" if group.is_v2 else "memory.limit_in_bytes")
+        taken = group.read("memory.current" if group.is_v2 else "memory.usage_in_bytes")
+        if limit.isdigit() and taken.isdigit():
+            yield int(limit), int(taken) - _read_reclaimable_bytes(group)
 
 
-def _read_reclaimable_bytes(folder: Path) -> int:
+def _read_reclaimable_bytes(group: ControlGroup) -> int:
     """File pages that the kernel can drop. Without this a checkpoint that was just read would count as used memory."""
-    stat = dict(line.split(" ", 1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
+    stat = dict(line.split(" ", 1) for line in group.read("memory.stat").splitlines() if " " in line)
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def parse_bytes(text: str, what: str) -> int:

@@ -14,6 +14,7 @@ from pagedkv.plugin.config import AUTO, CacheSection, Config, GraphsSection, Lim
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, find_static_variant
 from pagedkv.plugin.model_spec import ModelSpec
+from pagedkv.plugin.threads import choose_threads
 
 DEFAULT_GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
@@ -100,6 +101,8 @@ class ResolvedConfig:
     """Batch sizes of CUDA graphs, ascending; empty is off."""
     max_input_tokens: int
     max_total_tokens: int
+    num_threads: int
+    """Threads that compute on the CPU."""
     plugins: PluginTables = field(default_factory=dict)
     """The tables [plugins.NAME], as written. `create_plugin` of the registry reads them with the plugin's own model."""
 
@@ -119,11 +122,14 @@ def resolve_model_settings(config: Config) -> ModelSettings:
     )
 
 
-def resolve_config(config: Config, model: ModelSpec, device: torch.device | None = None) -> ResolvedConfig:
+def resolve_config(
+    config: Config, model: ModelSpec, device: torch.device | None = None, num_threads: int | None = None
+) -> ResolvedConfig:
     """Replaces every "auto" by a value, from the model and the machine.
 
     Args:
         device: device to plan for, even if this machine does not have it; None is the one that the config names.
+        num_threads: threads that compute on the CPU, of this process; None chooses for a process without others.
 
     Raises:
         ConfigError: the device does not exist here, limits exceed the model's positions or contradict each other, or
@@ -150,6 +156,7 @@ def resolve_config(config: Config, model: ModelSpec, device: torch.device | None
         graph_batch_sizes=_resolve_graphs(config.graphs, config.scheduler.max_num_sequences, device),
         max_input_tokens=max_input_tokens,
         max_total_tokens=max_total_tokens,
+        num_threads=num_threads or choose_threads(config.model.threads).num_threads,
         plugins=config.plugins,
     )
 

@@ -21,6 +21,7 @@ from pagedkv.integration.cli.serve import serve
 from pagedkv.integration.cli.up import up
 from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.plugin.errors import PagedKVError
+from pagedkv.plugin.threads import spare_quota
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -51,6 +52,7 @@ app.command(cls=BenchCommand)(bench)
 
 def run() -> None:
     """Runs the command line. Prints a PagedKVError as one paragraph on standard error, without a traceback."""
+    spare_quota()  # before a command loads torch
     hide_progress_bars()
     try:
         app()

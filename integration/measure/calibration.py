@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from pagedkv.integration.measure.evaluation.paged_run import PagedRun
 from pagedkv.integration.measure.evaluation.texts import cut_sequences, load_texts
+from pagedkv.plugin.assemble import use_threads
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError
@@ -23,6 +24,7 @@ from pagedkv.plugin.model_spec import AttentionSpec
 from pagedkv.plugin.registry import KERNELS, MODELS, create_plugin, load_plugin
 from pagedkv.plugin.resolved_config import resolve_config, resolve_model_settings
 from pagedkv.plugin.step_plan import BlockCopy
+from pagedkv.plugin.threads import choose_threads
 
 _BINS_PER_OCTAVE = 64
 _MIN_EXPONENT, _MAX_EXPONENT = -24, 24
@@ -129,6 +131,7 @@ def calibrate_scales(
     static = find_static_variant(find_kv_dtype(kv_dtype_name))
     if not 0 < percentile <= 100:
         raise ConfigError(f"a percentile lies above 0 and up to 100; found {percentile:g}")
+    use_threads(choose_threads(config.model.threads))
     settings = resolve_model_settings(config)
     adapter = load_plugin(MODELS, settings.adapter)
     resolved = resolve_config(config, adapter.describe(settings))

@@ -22,6 +22,7 @@ from pagedkv.integration.progress_bars import hide_progress_bars
 from pagedkv.integration.serve.launcher_flags import LogLevel, ServeFlags
 from pagedkv.integration.serve.launcher_variables import find_refusals, translate_variables
 from pagedkv.plugin.errors import ConfigError, PagedKVError
+from pagedkv.plugin.threads import spare_quota
 
 if TYPE_CHECKING:
     from pagedkv.plugin.config import Config
@@ -169,6 +170,7 @@ def run() -> None:
     """
     # The launcher always sets it; huggingface_hub no longer supports it and warns at each start.
     os.environ.pop("HF_HUB_ENABLE_HF_TRANSFER", None)
+    spare_quota()  # before a command loads torch
     hide_progress_bars()
     try:
         app(prog_name="text-generation-server")

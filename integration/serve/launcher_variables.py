@@ -66,7 +66,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("HUGGINGFACE_HUB_CACHE", "honoured", "Where models of the hub are kept (also HF_HUB_CACHE, HF_HOME)."),
     Variable("HF_HUB_OFFLINE", "honoured", "Take models from that cache alone."),
     Variable("HF_TOKEN", "honoured", "The right to download a model."),
-    Variable("OMP_NUM_THREADS", "honoured", "Threads on a CPU."),
+    Variable("OMP_NUM_THREADS", "honoured", "Threads on a CPU; without it, cores or CPU quota divided by the shards."),
     Variable(
         "LORA_ADAPTERS",
         "refused",

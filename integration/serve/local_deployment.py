@@ -20,7 +20,9 @@ from pagedkv.integration.serve.own_processes import find_free_ports, forwarded_s
 from pagedkv.integration.serve.process_keeper import ProcessKeeper, ProcessSpec
 from pagedkv.integration.serve.smg_facts import default_model_name
 from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.cores import read_cpu_share, split_cores
 from pagedkv.plugin.errors import ConfigError, UnavailableError
+from pagedkv.plugin.threads import choose_threads, read_named_threads
 
 GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"
@@ -175,10 +177,11 @@ class _Deployment:
 
     def _worker_specs(self) -> list[ProcessSpec]:
         options = self._options
-        cores = split_cores(sorted(os.sched_getaffinity(0)), options.num_replicas)
+        several = options.num_replicas > 1
+        cores = split_cores(read_cpu_share().cores if several else (), options.num_replicas)
         return [
             ProcessSpec(
-                name=f"worker {index}" if options.num_replicas > 1 else "worker",
+                name=f"worker {index}" if several else "worker",
                 command=self._worker_command(port, metrics_port),
                 environ=_choose_gpu(index, options.num_replicas, os.environ),
                 tells_ready=True,
@@ -195,8 +198,9 @@ class _Deployment:
         command += ["--listen", f"{LOOPBACK}:{port}", "--metrics-listen", f"{LOOPBACK}:{metrics_port}"]
         if options.config_file is not None:
             command += ["--config", str(options.config_file)]
-        own = [f"{key}={value}" for key, value in share_memory(options.config, options.num_replicas).items()]
-        for setting in (*options.settings, *own):
+        config, num_replicas = options.config, options.num_replicas
+        shares = share_memory(config, num_replicas) | share_threads(config, num_replicas)
+        for setting in (*options.settings, *(f"{key}={value}" for key, value in shares.items())):
             command += ["--set", setting]
         return command
 
@@ -235,16 +239,11 @@ class _Deployment:
         )
 
 
-def split_cores(cores: Sequence[int], num_replicas: int) -> list[Sequence[int]]:
-    """The cores of each replica: neighbours, as many for each as there are; all for all where there are too few.
-
-    >>> split_cores([0, 1, 2, 3, 4], 2), split_cores([0], 2)
-    ([[0, 1], [2, 3]], [(), ()])
-    """
-    share = len(cores) // num_replicas
-    if num_replicas == 1 or not share:
-        return [() for _ in range(num_replicas)]
-    return [cores[index * share : (index + 1) * share] for index in range(num_replicas)]
+def share_threads(config: Config, num_replicas: int) -> dict[str, Any]:
+    """Settings by which replicas share cores and CPU quota, of which one would take all; none where a number is set."""
+    if num_replicas == 1 or config.model.threads != AUTO or read_named_threads() is not None:
+        return {}
+    return {"model.threads": choose_threads(AUTO, num_replicas).num_threads}
 
 
 def share_memory(config: Config, num_replicas: int) -> dict[str, Any]:

@@ -26,11 +26,12 @@ from pagedkv.plugin.assemble import Assembly, assemble
 from pagedkv.plugin.config import ENVIRONMENT_PREFIX, Config
 from pagedkv.plugin.distributed import ShardGroup, ShardInfo
 from pagedkv.plugin.errors import ConfigError
-from pagedkv.plugin.interface import BackendInfo, Capacity, WarmupLimits
+from pagedkv.plugin.interface import Capacity, WarmupLimits
 from pagedkv.plugin.kv_dtypes import KVDtype
 from pagedkv.plugin.resolved_config import ResolvedConfig
 from pagedkv.plugin.service_links import list_service_links
 from pagedkv.plugin.serving.step_thread import StepThread
+from pagedkv.plugin.threads import choose_threads
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +61,23 @@ class ServerSummary:
     max_cache_tokens: int
     max_total_tokens: int
     kv_bytes_total: int
+    num_threads: int
+    """Threads that compute on the CPU, of each shard."""
     metrics_urls: tuple[str, ...] = ()
     """URLs of the metrics, one a shard; empty if metrics are off."""
 
     @classmethod
     def create(
-        cls, targets: list[str], model_path: str, info: BackendInfo, capacity: Capacity, metrics_url: str = ""
+        cls,
+        targets: list[str],
+        assembly: Assembly,
+        capacity: Capacity,
+        metrics_url: str = "",
     ) -> ServerSummary:
+        info = assembly.backend.info
         return cls(
             targets=tuple(targets),
-            model=Path(model_path).name,
+            model=Path(assembly.config.model.path).name,
             architecture=info.model.architecture,
             dtype=str(info.dtype).removeprefix("torch."),
             device=str(info.device),
@@ -81,6 +89,7 @@ class ServerSummary:
             max_cache_tokens=capacity.max_cache_tokens,
             max_total_tokens=capacity.max_total_tokens,
             kv_bytes_total=capacity.num_blocks * info.model.bytes_per_block(info.block_size, info.kv_dtype),
+            num_threads=assembly.config.num_threads,
             metrics_urls=(metrics_url,) if metrics_url else (),
         )
 
@@ -120,10 +129,11 @@ def run_server(
     _check_addresses(config, rank)
     shard = ShardInfo(rank, num_shards)
     _refuse_sharded_gateway(config, num_shards)
-    with open_observers(config, shard) as observers, joined_shards(config, shard) as group:
+    threads = choose_threads(config.model.threads, num_shards)
+    with open_observers(config, shard) as observers, joined_shards(config, shard, threads.num_threads) as group:
         # Loaded where it will run: math libraries keep a team of threads for each thread that enters them.
         thread = StepThread()
-        assembly = thread.run(lambda: assemble(config))
+        assembly = thread.run(lambda: assemble(config, threads))
         _log_config(assembly.config, config, observers.metrics_url)
         _warn_of_surroundings(config, rank)
         try:
@@ -174,7 +184,6 @@ async def _serve(
     observers: ServerObservers,
     group: ShardGroup | None,
 ) -> int:
-    backend = assembly.backend
     stop_asked = asyncio.Event()
     server = _make_server(assembly, thread, config, observers, group, stop_asked.set)
     observers.attach(server.service)
@@ -183,9 +192,7 @@ async def _serve(
     try:
         if announce is not None:
             capacity = await server.warm_up(WarmupLimits())
-            announce(
-                ServerSummary.create(server.targets, config.model.path, backend.info, capacity, observers.metrics_url)
-            )
+            announce(ServerSummary.create(server.targets, assembly, capacity, observers.metrics_url))
         await stop_asked.wait()
         logger.info("draining: new requests are refused, running ones have %g s", config.server.drain_timeout_s)
         has_drained = await server.drain(config.server.drain_timeout_s)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from pagedkv.plugin.config import AUTO, Config
+from pagedkv.plugin.cores import read_cpu_share, split_cores
 from pagedkv.plugin.distributed import ShardGroup, ShardInfo, join_shards
 from pagedkv.plugin.errors import ConfigError
 
@@ -26,11 +27,14 @@ DEFAULT_PORT = 29500
 
 @contextmanager
 def joined_shards(
-    config: Config, shard: ShardInfo, environ: MutableMapping[str, str] = os.environ
+    config: Config, shard: ShardInfo, num_threads: int, environ: MutableMapping[str, str] = os.environ
 ) -> Iterator[ShardGroup | None]:
     """Context manager in which this process is one of the shards of a model. Does nothing for a single process.
 
     Reads MASTER_ADDR and MASTER_PORT. When another shard fails or ends, this process ends with EXIT_SHARD_FAILED.
+
+    Args:
+        num_threads: of this shard, for which it takes cores of its own.
 
     Raises:
         ConfigError: an address or a device can't be used.
@@ -40,11 +44,14 @@ def joined_shards(
         yield None
         return
     refuse_tcp(config)
+    device_type = claim_device(config.model.device, shard.rank, environ)
+    if device_type == "cpu":
+        take_own_cores(shard, num_threads)
     group = join_shards(
         shard,
         environ.get("MASTER_ADDR") or DEFAULT_HOST,
         _read_port(environ),
-        device_type=claim_device(config.model.device, shard.rank, environ),
+        device_type=device_type,
         on_failure=end_process,
         step_timeout_s=config.server.stuck_step_timeout_s,
     )
@@ -83,6 +90,19 @@ def claim_device(device: str, rank: int, environ: MutableMapping[str, str]) -> s
         environ["CUDA_VISIBLE_DEVICES"] = own[0]
     environ["LOCAL_RANK"] = "0"  # transformers takes the GPU of this number, among the visible ones
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def take_own_cores(shard: ShardInfo, num_threads: int) -> None:
+    """Restricts this thread, and those that it starts, to this shard's part of the cores; all shards run here.
+
+    Does nothing if the part is too small for the threads, as where a number was set or there are more shards than
+    cores.
+    """
+    cores = read_cpu_share().cores
+    own = split_cores(cores, shard.num_shards)[shard.rank]
+    if own and num_threads <= len(cores) // shard.num_shards and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, own)
+        logger.info("cores: %s", ", ".join(map(str, own)))
 
 
 def end_process(message: str) -> None:

@@ -14,6 +14,7 @@ from pagedkv.integration.measure.evaluation.paged_run import PagedRun
 from pagedkv.integration.measure.evaluation.recall import RecallTask, make_recall_tasks, measure_recall
 from pagedkv.integration.measure.evaluation.report import KindResult, Report
 from pagedkv.integration.measure.evaluation.texts import TextKind, cut_sequences, load_texts
+from pagedkv.plugin.assemble import use_threads
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.interface import ModelAdapter, Tokenizer
@@ -21,6 +22,7 @@ from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, find_kv_dtype
 from pagedkv.plugin.kv_scales import read_kv_scales
 from pagedkv.plugin.registry import KERNELS, MODELS, create_plugin, load_plugin
 from pagedkv.plugin.resolved_config import ResolvedConfig, resolve_config, resolve_model_settings
+from pagedkv.plugin.threads import choose_threads
 
 DEFAULT_KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
@@ -162,6 +164,7 @@ def _load(config: Config, settings: EvaluationSettings) -> _Evaluator:
     if is_static and not settings.kv_scales:
         raise ConfigError(f"{', '.join(is_static)} takes scales from a file: give one, made by pagedkv calibrate")
     model_settings = resolve_model_settings(config)
+    use_threads(choose_threads(config.model.threads))
     adapter = load_plugin(MODELS, model_settings.adapter)
     resolved = resolve_config(config, adapter.describe(model_settings))
     tokenizer = adapter.load_tokenizer(model_settings)

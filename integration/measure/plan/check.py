@@ -12,6 +12,7 @@ import torch
 from pagedkv.integration.measure.plan.capacities import contiguous_bytes_per_token
 from pagedkv.integration.measure.plan.memory_plan import MemoryPlan, PlanRequest
 from pagedkv.integration.measure.plan.traffic import Traffic
+from pagedkv.plugin.assemble import use_threads
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.errors import UnsupportedError
 from pagedkv.plugin.interface import Backend, WarmupLimits
@@ -19,6 +20,7 @@ from pagedkv.plugin.memory import DeviceMemory, read_device_memory
 from pagedkv.plugin.registry import BACKENDS, create_plugin
 from pagedkv.plugin.requests import Request, RequestId, SamplingParams
 from pagedkv.plugin.resolved_config import MemoryFraction
+from pagedkv.plugin.threads import choose_threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,6 +86,7 @@ def check_plan(written: Config) -> CheckResult:
     if written.backend not in ("paged", "contiguous"):
         raise UnsupportedError(f"the plan knows the backends paged and contiguous, not {written.backend}")
     config = MemoryPlan(written, PlanRequest(Traffic(1, 1))).config
+    use_threads(choose_threads(written.model.threads))
     before = count_tensor_bytes(config.device)
     backend = create_plugin(BACKENDS, written.backend, config.plugins, config)
     try:

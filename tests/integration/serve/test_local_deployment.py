@@ -20,10 +20,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagedkv.integration.serve.child_process import command_path
-from pagedkv.integration.serve.local_deployment import find_gateway_program, share_memory
+from pagedkv.integration.serve.local_deployment import find_gateway_program, share_memory, share_threads
 from pagedkv.integration.serve.own_processes import find_free_ports
 from pagedkv.plugin.config import load_config
 from pagedkv.plugin.errors import ConfigError
+from pagedkv.plugin.threads import choose_threads
 
 TIMEOUT_S = 120
 GATEWAY = """#!{python}
@@ -189,3 +190,13 @@ def test_replicas_on_one_device_share_the_memory_that_one_would_take() -> None:
     assert shares(1) == {}
     assert shares(3, cache__memory_fraction=0.6) == {"cache.memory_fraction": pytest.approx(0.2)}
     assert shares(3, cache__memory="1GiB") == shares(3, cache__num_blocks=100) == {}
+
+
+def test_replicas_share_the_threads_that_one_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    num_threads = choose_threads("auto").num_threads
+    assert share_threads(load_config(), 1) == {}
+    assert share_threads(load_config(), num_threads + 1) == {"model.threads": 1}
+    assert share_threads(load_config(None, {"model.threads": 3}), 2) == {}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share_threads(load_config(), 2) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from pagedkv.adapters.tgi import generate_pb2 as pb
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.serve.child_process import ChildServer, child_server
-from pagedkv.integration.serve.shards import EXIT_SHARD_FAILED, claim_device
+from pagedkv.integration.serve.shards import EXIT_SHARD_FAILED, claim_device, take_own_cores
+from pagedkv.plugin.cores import read_cpu_share
+from pagedkv.plugin.distributed import ShardInfo
 from pagedkv.plugin.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("shard_outputs.py")
@@ -172,6 +176,12 @@ def _check_that_every_shard_has_metrics_of_its_own(server: ChildServer) -> None:
         assert ended in lines, "every shard runs every request"
 
 
+def test_processes_of_two_shards_have_cores_of_their_own(split_server: ChildServer) -> None:
+    shards = [child for child in psutil.Process(split_server.process.pid).children() if "--rank" in child.cmdline()]
+    first, second = (set(shard.cpu_affinity()) for shard in shards)
+    assert not first & second or len(read_cpu_share().cores) < 2
+
+
 def test_killing_one_shard_ends_the_other_and_the_command_within_seconds(split_server: ChildServer) -> None:
     command = psutil.Process(split_server.process.pid)
     (second,) = (child for child in command.children() if "--rank 1" in " ".join(child.cmdline()))
@@ -217,3 +227,30 @@ class TestDeviceOfAShard:
     def test_one_gpu_for_all_shards_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="a device of its own"):
             claim_device("cuda:1", 0, {})
+
+
+def _cores_taken(num_shards: int, rank: int, num_threads: int) -> set[int]:
+    """The affinity of a thread that takes a shard's cores: affinity belongs to a thread, so the others keep theirs."""
+
+    def take() -> set[int]:
+        take_own_cores(ShardInfo(rank, num_shards), num_threads)
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(take).result()
+
+
+def test_shards_of_one_machine_do_not_share_cores() -> None:
+    num_cores = len(read_cpu_share().cores)
+    if num_cores < 2:
+        pytest.skip("one core can't be shared out")
+    first, second = (_cores_taken(2, rank, num_threads=1) for rank in range(2))
+    assert first
+    assert second
+    assert not first & second
+
+
+def test_shards_share_cores_that_are_too_few_or_that_their_threads_were_set_for() -> None:
+    every, num_cores = os.sched_getaffinity(0), len(read_cpu_share().cores)
+    assert _cores_taken(num_cores + 1, 0, num_threads=1) == every
+    assert _cores_taken(2, 0, num_threads=num_cores) == every

@@ -100,7 +100,7 @@ def describe_backend(engine: Engine) -> dict[str, Any]:
         "dtype": str(info.dtype).removeprefix("torch."),
         "kv_dtype": info.kv_dtype.name,
         "attention": info.attention_kernels,
-        "threads": torch.get_num_threads(),
+        "threads": engine.config.num_threads,
         "kv_cache_bytes": stats.kv_bytes_total,
     }
 

@@ -37,5 +37,6 @@ def describe_server(server: ChildServer, protocol: str) -> dict[str, Any]:
         "dtype": server.summary["dtype"],
         "kv_dtype": server.summary["kv_dtype"],
         "attention": server.summary["attention_kernels"],
+        "threads": server.summary["num_threads"],
         "kv_cache_bytes": server.summary["kv_bytes_total"],
     }
