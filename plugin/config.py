@@ -63,8 +63,8 @@ class ModelSection(_Section):
     adapter: str = Field("transformers", description="Model adapter: a plugin of the group pagedkv.models.")
     dtype: Auto | Literal["float32", "float16", "bfloat16"] = Field(
         AUTO,
-        description='Dtype of weights and activations; "auto" is the checkpoint\'s, but float32 on a CPU that has no '
-        "fast products in 16 bits.",
+        description='Dtype of weights and activations; "auto" is the checkpoint\'s, but on a CPU bfloat16 for float16, '
+        "and float32 where the CPU has no fast products in 16 bits.",
     )
     device: str = Field(AUTO, description='"cpu", "cuda", "cuda:1"; "auto" is a GPU where there is one.')
     decoder: str = Field(

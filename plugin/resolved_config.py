@@ -6,6 +6,7 @@ unresolved value.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,8 @@ from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.kv_dtypes import KV_DTYPE_OF_TORCH, KVDtype, find_kv_dtype, find_static_variant
 from pagedkv.plugin.model_spec import ModelSpec
 from pagedkv.plugin.threads import choose_threads
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
@@ -190,9 +193,17 @@ def _resolve_device(name: str) -> torch.device:
 def _resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     if name != AUTO:
         return TORCH_DTYPES[name]
+    if device.type != "cpu":
+        return checkpoint
     # Without 16-bit instructions torch converts every operand of a product: slower than float32, and less exact.
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
+    if checkpoint == torch.float16:
+        logger.info(
+            "the weights are float16, for which CPUs have no fast products: served in bfloat16; model.dtype (--dtype) "
+            "float16 or float32 keeps their precision, at a fraction of the speed"
+        )
+        return torch.bfloat16
     return checkpoint
 
 

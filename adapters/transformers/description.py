@@ -18,6 +18,7 @@ from pagedkv.plugin.resolved_config import ModelSettings
 from .checkpoint import architecture_name, build_meta_model, load_generation_config, load_model_config
 from .kv_scales import describe_kv_scales
 from .rope import find_fixed_positions
+from .weight_files import read_stored_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def describe_checkpoint(settings: ModelSettings) -> ModelSpec:
     generation = load_generation_config(settings)
     return ModelSpec(
         architecture=architecture_name(config),
-        dtype=_stated_dtype(config),
+        dtype=find_dtype(config, settings),
         layers=describe_layers(config, _layers_with_sinks(modules)),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -119,8 +120,14 @@ def _layers_with_sinks(modules: torch.nn.Module) -> set[int]:
     return {index for index in indices if index is not None}
 
 
-def _stated_dtype(config: Any) -> torch.dtype:
-    stated = getattr(config, "dtype", None) or torch.float32
+def find_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
+    """The dtype that config.json states, else that of most weights, else float32."""
+    stated = getattr(config, "dtype", None) or read_stored_dtype(settings)
+    if stated is None:
+        logger.warning(
+            "config.json states no dtype, and there are no safetensors files whose headers do: float32 is taken"
+        )
+        stated = torch.float32
     dtype: torch.dtype = getattr(torch, stated) if isinstance(stated, str) else stated
     if dtype not in KV_DTYPE_OF_TORCH:
         raise UnsupportedError(

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.utils import cached_file
 
 from pagedkv.plugin.kv_scales import key_scale_name, value_scale_name
 from pagedkv.plugin.resolved_config import ModelSettings
+
+from .weight_files import list_weight_files
 
 _NAMES = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 """Names of scales such as `model.layers.3.self_attn.k_scale`, of compressed-tensors and others."""
@@ -51,15 +52,10 @@ def _kv_cache_scheme(config: Any) -> dict[str, Any] | None:
 
 def _find_scales(settings: ModelSettings) -> Iterator[tuple[Path, str, str]]:
     """Yields the file of each scale, its name there, and our name."""
-    for file in _weight_files(settings):
+    for file in list_weight_files(settings):
         with safe_open(file, framework="pt") as weights:
             names = list(weights.keys())
         for name in names:
             match = _NAMES.search(name)
             if match:
                 yield file, name, _SCALE_NAMES[match[2]](int(match[1]))
-
-
-def _weight_files(settings: ModelSettings) -> list[Path]:
-    config = cached_file(settings.path, "config.json", revision=settings.revision or "main", local_files_only=True)
-    return sorted(Path(config).parent.glob("*.safetensors"))
