@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pagedkv.plugin.abilities import HostLengths, PreparesSteps
+from pagedkv.plugin.abilities import HostLengths, MeasuresCandidates, PreparesSteps
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.config import PluginTables
 from pagedkv.plugin.errors import PagedKVError, UnsupportedError
@@ -107,6 +107,8 @@ class AutoKernels:
             skipped = [candidate for candidate in self._candidates if candidate.reasons]
             why = "; ".join(f"not {candidate.name}: {', '.join(candidate.reasons)}" for candidate in skipped)
             logger.info("attention kernels: %s (%s)", self._settled.name, why or "the first choice")
+            if isinstance(self._settled, MeasuresCandidates):
+                self._settled.measure(self._questions)
         return self._settled.allocate(cache_spec, num_blocks)
 
     def store(self, storage: KVStorage, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:

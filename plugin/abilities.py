@@ -6,13 +6,17 @@ An ability is found by `isinstance`; a class has it if it has its methods. Other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from pagedkv.plugin.attention_metadata import AttentionMetadata
+from pagedkv.plugin.kv_dtypes import KVCacheSpec
+from pagedkv.plugin.model_spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +39,16 @@ class PreparesSteps(Protocol):
         Until the next call, `store` and `attend` come with this very object; a replayed graph was captured with an
         object over the same memory. They may also come with another object, of a caller that does not prepare its
         steps: that must give the same results.
+        """
+
+
+@runtime_checkable
+class MeasuresCandidates(Protocol):
+    """Attention kernels that have more than one way to compute a layer, and time them on this machine."""
+
+    def measure(self, layers: Sequence[tuple[AttentionSpec, KVCacheSpec, torch.dtype]]) -> None:
+        """Chooses what computes each layer: its spec, its storage, and the dtype of its queries.
+
+        Called at most once, before the first `allocate`, with layers that `unsupported_reasons` has found no fault in.
+        Without it the kernels use what is fast as a rule.
         """

@@ -68,7 +68,7 @@ def build_library(extra_flags: tuple[str, ...] = (), name: str = "attention") ->
     compiler = _find_compiler()
     openmp = _find_openmp()
     flags = (*OPTIMIZATION_FLAGS, *native_flags(), *extra_flags, *LIBRARY_FLAGS)
-    path = _cache_dir() / f"{name}-{_fingerprint(compiler, flags, openmp)}.so"
+    path = cache_dir() / f"{name}-{_fingerprint(compiler, flags, openmp)}.so"
     if not path.exists():
         _build_once(SOURCES[name], compiler, flags, openmp, path)
     return path
@@ -131,24 +131,31 @@ def _find_openmp() -> Path | None:
 
 def _fingerprint(compiler: str, flags: Sequence[str], openmp: Path | None) -> str:
     """Hashes everything that a library depends on: sources, compiler, flags, CPU, runtime."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCE_DIR.rglob("*")):
-        if source.suffix in (".c", ".h"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest = hashlib.sha256(hash_sources().encode())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
-    for part in (compiler, version.stdout, *flags, str(openmp), platform.machine(), _cpu_description()):
+    for part in (compiler, version.stdout, *flags, str(openmp), platform.machine(), cpu_description()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _cpu_description() -> str:
+@cache
+def hash_sources() -> str:
+    """Hashes the C sources of all libraries."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCE_DIR.rglob("*")):
+        if source.suffix in (".c", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def cpu_description() -> str:
     """Model and instruction sets of the CPU, from Linux."""
     keys = ("model name", "flags", "CPU part", "Features")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
     """The user's cache directory, or one for this process only if that is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(base) / "pagedkv" / "kernels"
@@ -157,4 +164,9 @@ def _cache_dir() -> Path:
         with tempfile.TemporaryFile(dir=path):
             return path
     except (OSError, RuntimeError):
-        return Path(tempfile.mkdtemp(prefix="pagedkv-kernels-"))
+        return _process_dir()
+
+
+@cache
+def _process_dir() -> Path:
+    return Path(tempfile.mkdtemp(prefix="pagedkv-kernels-"))

@@ -125,8 +125,7 @@ class AttentionLibrary:
         self._attend.argtypes = (ctypes.POINTER(_AttendArgs), _POINTER, _INT64)
         self._attend.restype = _INT64
         self.tiles_error = _request_tiles(library)
-        """0 where `tiles` may be set, or an error number: ENOSYS if this CPU or build has none."""
-        self.tiles = TileUse.NOWHERE
+        """0 where `attend` may be called with tiles, or an error number: ENOSYS if this CPU or build has none."""
         self._store = library.pagedkv_store
         self._store.argtypes = (ctypes.POINTER(_StoreArgs),)
         self._store.restype = None
@@ -139,6 +138,7 @@ class AttentionLibrary:
         storage: KVStorage,
         metadata: AttentionMetadata,
         options: AttentionOptions,
+        tile_use: TileUse = TileUse.NOWHERE,
     ) -> None:
         """Writes the attention of q: [num_tokens, num_heads, head_dim] to out: [num_tokens, num_heads, v_head_dim]."""
         spec = storage.spec
@@ -172,7 +172,7 @@ class AttentionLibrary:
             num_threads=torch.get_num_threads(),
             scale=options.scale,
             softcap=options.softcap or 0.0,
-            tiles=self.tiles,
+            tiles=tile_use,
         )
         needed = self._attend(arguments, self._workspace.data_ptr(), self._workspace.numel())
         if needed > self._workspace.numel():

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from pagedkv.kernels.cpu.attention_choice import AttentionChoice, AttentionShape, measure_attention
 from pagedkv.kernels.cpu.compiler import CompilerError, load_library
+from pagedkv.kernels.cpu.dense_attention import attend_prompt, find_dense_rows, find_slots, without_rows
 from pagedkv.kernels.cpu.library import DTYPE_CODES, AttentionLibrary, TileUse, find_static_scales
 from pagedkv.kernels.cpu.memory import allocate_zeros
 from pagedkv.kernels.cpu.nibbles import are_supported_nibbles, list_nibble_tensors, read_nibbles
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 _HEAD_DIM_MULTIPLE = 16
 """Number of floats in the widest vectors."""
 _MAX_BLOCK_SIZE = 512
+UNMEASURED_CHOICE = AttentionChoice(TileUse.PROMPTS)
+"""Prompts have enough rows to fill tiles; decodes wait for memory."""
 
 
 class CpuKernels:
@@ -53,13 +57,18 @@ class CpuKernels:
     can_capture_graphs = False
 
     def __init__(
-        self, device: torch.device, compiler_flags: tuple[str, ...] = (), tile_use: TileUse = TileUse.NOWHERE
+        self,
+        device: torch.device,
+        compiler_flags: tuple[str, ...] = (),
+        choice: AttentionChoice = UNMEASURED_CHOICE,
     ) -> None:
-        """Makes the kernels. For tests: `compiler_flags` are added to the native ones, to build for other instruction
-        sets, and `tile_use` is where products are made by tiles, if they may be used."""
+        """Makes the kernels. For tests, `compiler_flags` are added to the native ones, to build for other instruction
+        sets. `choice` is what computes layers until `measure` is called; without tiles, its tiles are vectors."""
         self._device = device
         self._compiler_flags = compiler_flags
-        self._tile_use = tile_use
+        self._choice = choice
+        self._choices: dict[AttentionShape, AttentionChoice] = {}
+        """Of each shape, where shapes differ in what is fastest."""
         self._loaded: AttentionLibrary | None = None
 
     @classmethod
@@ -82,6 +91,13 @@ class CpuKernels:
         if cache_spec.block_size % 8 or _MAX_BLOCK_SIZE % cache_spec.block_size:
             reasons.append(f"the block size {cache_spec.block_size} is no power of two from 8 to {_MAX_BLOCK_SIZE}")
         return reasons or self._library_faults()
+
+    def measure(self, layers: Sequence[tuple[AttentionSpec, KVCacheSpec, torch.dtype]]) -> None:
+        """See `MeasuresCandidates`. Takes less than half a second a shape; with figures kept on disk, nearly none."""
+        shapes = dict.fromkeys(AttentionShape(spec.num_heads, cache_spec, dtype) for spec, cache_spec, dtype in layers)
+        choices = {shape: measure_attention(self, self._library, shape) for shape in shapes}
+        self._choice = next(iter(choices.values()), self._choice)
+        self._choices = choices if len(set(choices.values())) > 1 else {}
 
     def allocate(self, cache_spec: KVCacheSpec, num_blocks: int) -> KVStorage:
         if are_supported_nibbles(cache_spec.kv_dtype):
@@ -113,7 +129,16 @@ class CpuKernels:
         self, q: torch.Tensor, storage: KVStorage, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], storage.spec.v_head_dim)
-        self._library.attend(q, out, storage, metadata, options)
+        choice = self._choice
+        if self._choices:
+            choice = self._choices.get(AttentionShape(q.shape[1], storage.spec, q.dtype), choice)
+        tile_use = TileUse.NOWHERE if self._library.tiles_error else choice.tile_use
+        dense_rows = find_dense_rows(metadata, options) if choice.uses_torch else []
+        rest = without_rows(metadata, [row for row, _, _ in dense_rows]) if dense_rows else metadata
+        self._library.attend(q, out, storage, rest, options, tile_use)
+        for row, start, count in dense_rows:
+            k, v = self.read(storage, find_slots(metadata, row, count, storage.spec.block_size))
+            out[start : start + count] = attend_prompt(q[start : start + count], k, v, options.scale)
         return out
 
     def copy_blocks(self, storage: KVStorage, copies: Sequence[BlockCopy]) -> None:
@@ -145,8 +170,6 @@ class CpuKernels:
         if self._loaded is None:
             self._loaded = AttentionLibrary(load_library(self._compiler_flags))
             report_refused_tiles(self._loaded.tiles_error)
-            if not self._loaded.tiles_error:
-                self._loaded.tiles = self._tile_use
         return self._loaded
 
     def _library_faults(self) -> list[str]:

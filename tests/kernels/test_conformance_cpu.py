@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from pagedkv.kernels.cpu.attention_choice import AttentionChoice
 from pagedkv.kernels.cpu.library import TileUse
 from pagedkv.kernels.cpu.provider import CpuKernels
 from pagedkv.plugin.conformance.kernels import REDUCED, KernelsConformance
@@ -82,4 +83,4 @@ class TestTiles(_OtherBuild):
 
     @pytest.fixture
     def kernels(self) -> AttentionKernels:
-        return CpuKernels(torch.device("cpu"), self.compiler_flags, TileUse.DECODES | TileUse.PROMPTS)
+        return CpuKernels(torch.device("cpu"), self.compiler_flags, AttentionChoice(TileUse.DECODES | TileUse.PROMPTS))

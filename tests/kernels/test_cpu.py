@@ -121,11 +121,14 @@ def test_a_library_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch:
 def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    found = compiler._cache_dir()
+    compiler._process_dir.cache_clear()
+    found = compiler.cache_dir()
     try:
         assert found.is_dir()
         assert tmp_path not in found.parents
+        assert compiler.cache_dir() == found
     finally:
+        compiler._process_dir.cache_clear()
         found.rmdir()
 
 

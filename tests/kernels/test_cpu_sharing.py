@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagedkv.kernels.cpu.attention_choice import AttentionChoice
 from pagedkv.kernels.cpu.library import TileUse
 from pagedkv.kernels.cpu.provider import CpuKernels
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
@@ -135,4 +136,4 @@ def test_other_options_belong_to_each_row() -> None:
 @pytest.mark.parametrize("num_heads", [6, 14])
 def test_bits_by_tiles_are_those_of_a_sequence_alone(name: str, num_heads: int) -> None:
     flags = ("-DSOFTWARE_TILES", "-march=x86-64-v3", "-DHAS_BF16_DOT=1")
-    check(name, num_heads=num_heads, kernels=CpuKernels(torch.device("cpu"), flags, TileUse.DECODES))
+    check(name, num_heads=num_heads, kernels=CpuKernels(torch.device("cpu"), flags, AttentionChoice(TileUse.DECODES)))

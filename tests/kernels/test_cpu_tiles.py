@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pagedkv.kernels.cpu import library, provider
+from pagedkv.kernels.cpu.attention_choice import AttentionChoice
 from pagedkv.kernels.cpu.compiler import build_library
 from pagedkv.kernels.cpu.library import TileUse
 from pagedkv.kernels.cpu.provider import CpuKernels
@@ -36,7 +37,7 @@ is_x86 = platform.machine() == "x86_64"
 
 
 def make_kernels(flags: tuple[str, ...] = SOFTWARE, tile_use: TileUse = EVERYWHERE) -> CpuKernels:
-    return CpuKernels(torch.device("cpu"), flags, tile_use)
+    return CpuKernels(torch.device("cpu"), flags, AttentionChoice(tile_use))
 
 
 @dataclass(frozen=True)
