@@ -224,7 +224,8 @@ class Engine:
 
     def _make_running(self, sample: Sample) -> RunningRequest:
         request = sample.request
-        return RunningRequest(request, OutputText(self.tokenizer, request.prompt_ids, request.params.stop))
+        text = OutputText(self.tokenizer, request.prompt_ids, request.params.stop)
+        return RunningRequest(request, text, sample.generation.arrived_s)
 
     def _run_until_done(self, running: Mapping[int, RunningRequest], inbox: ThreadInbox, progress: tqdm[Any]) -> None:
         num_left = len(running)

@@ -16,7 +16,8 @@ from pagedkv.plugin.text.output_text import OutputText
 class RunningRequest:
     request: Request
     text: OutputText
-    added_s: float = field(default_factory=time.perf_counter)
+    called_s: float
+    """Of time.monotonic, as the other times: when the caller asked for it."""
     outputs: list[StepOutput] = field(default_factory=list)
     pieces: deque[StreamPiece] = field(default_factory=deque)
     """Pieces that the caller has not read yet."""
@@ -42,7 +43,7 @@ class RunningRequest:
         """Adds the next token. Drops it where a stop string has ended the request already."""
         if self.is_done:
             return
-        self.last_token_s = time.perf_counter()
+        self.last_token_s = time.monotonic()
         if not self.outputs:
             self.first_token_s = self.last_token_s
         self.outputs.append(output)
@@ -67,7 +68,7 @@ class RunningRequest:
             prefill_logprobs=first.prefill_logprobs,
             num_cached_tokens=first.num_cached_tokens,
             seed=first.seed,
-            ttft_s=self.first_token_s - self.added_s,
+            ttft_s=self.first_token_s - self.called_s,
             tpot_s=(self.last_token_s - self.first_token_s) / num_later_tokens if num_later_tokens else 0.0,
             samples=tuple(samples),
         )

@@ -25,8 +25,8 @@ T = TypeVar("T")
 class StepThread:
     """Runs jobs one after the other, and a background work between them while it has something to do.
 
-    A job never waits for more than one call of the background work, and the background work never for more than one
-    job: each has its turn.
+    A job never waits for more than one call of the background work, and the background work only for the jobs that were
+    there when its last call ended: each has its turn, and requests that came during one step are all in the next.
 
     Args:
         name: of the thread.
@@ -129,9 +129,10 @@ class StepThread:
                     self._changed.wait()
                 if self._is_closed and not self._jobs:
                     return
-                job = self._jobs.popleft() if self._jobs else None
-            if job is not None:
-                self._run_job(*job)
+                num_jobs = len(self._jobs)
+            for _ in range(num_jobs):
+                # This thread alone takes jobs away.
+                self._run_job(*self._jobs.popleft())
             if self._has_background_work:
                 self._run_background()
 

@@ -486,3 +486,14 @@ next(stream)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_time_to_the_first_token_counts_from_the_call(make_engine: MakeEngine) -> None:
+    """Between steps the engine takes what was asked for while one ran."""
+    engine = make_engine()
+    blocked, go_on = threading.Event(), threading.Event()
+    engine.loop.run_on_thread(lambda: (blocked.set(), go_on.wait()))
+    blocked.wait()
+    threading.Timer(0.3, go_on.set).start()
+    [result] = engine.generate("Hello", GREEDY)
+    assert result.ttft_s >= 0.25

@@ -28,6 +28,7 @@ from pagedkv.plugin.resolved_config import resolve_config
 from pagedkv.plugin.serving.generation import GenerationRequest, Sample
 from pagedkv.plugin.serving.loop import ServingLoop
 from pagedkv.plugin.serving.step_thread import StepThread
+from pagedkv.plugin.serving.thread_inbox import ThreadInbox
 
 TIMEOUT_S = 60
 NUM_BLOCKS = 12
@@ -182,3 +183,15 @@ def test_a_parameter_that_the_backend_does_not_know_is_refused_alone(setup: Setu
         setup.loop.start(
             GenerationRequest([1, 2], SamplingParams(max_new_tokens=2, presence_penalty=1.0)), setup.inbox
         ).result(TIMEOUT_S)
+
+
+def test_prompts_that_came_during_a_step_are_all_in_the_next(setup: Setup) -> None:
+    blocked, go_on = threading.Event(), threading.Event()
+    setup.loop.run_on_thread(lambda: (blocked.set(), go_on.wait(TIMEOUT_S)))
+    assert blocked.wait(TIMEOUT_S)
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    inbox = ThreadInbox()
+    futures = [setup.loop.start(GenerationRequest([5 + index], params), inbox) for index in range(4)]
+    go_on.set()
+    assert all(future.result(TIMEOUT_S) for future in futures)
+    assert [len(inbox.read(TIMEOUT_S)) for _ in range(2)] == [4, 4]

@@ -73,7 +73,7 @@ def test_background_work_and_jobs_take_turns(thread: StepThread) -> None:
     thread.run(lambda: None)
     while order.count("work") < 3:
         thread.run(lambda: None)
-    assert order[:4] == ["work", "job", "work", "job"]
+    assert order[:5] == ["work", "job", "job", "job", "work"]
     assert order.count("work") == 3, "it is not called again once it has nothing more to do"
 
 
