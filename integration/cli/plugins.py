@@ -1,4 +1,4 @@
-"""`pagedkv plugins`: lists installed plugins, and whether each works on this machine."""
+"""`pagedkv plugins`: lists installed plugins, whether each works on this machine, and what was measured on it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class PluginStatus:
 
 
 def plugins(as_json: AsJson = False) -> None:
-    """List the plugins of every group, and whether each loads here and why not."""
+    """List the plugins of every group, whether each loads here and why not, and what was measured on this machine."""
     found = list_plugins()
     if as_json:
         print(json.dumps([asdict(status) for status in found]))
     else:
         _print_table(found)
+        _print_measured()
 
 
 def list_plugins() -> list[PluginStatus]:
@@ -81,6 +82,16 @@ def _print_table(found: list[PluginStatus]) -> None:
     for status in found:
         table.add_row(status.group, status.name, status.distribution, _verdict(status))
     Console().print(table)
+
+
+def _print_measured() -> None:
+    """What `auto` measured on this machine when models were loaded."""
+    from pagedkv.kernels.cpu.measured_choice import kept_tables
+
+    if tables := kept_tables():
+        print("\nMeasured on this machine (* is the fastest):")
+    for table in tables:
+        print(table)
 
 
 def _verdict(status: PluginStatus) -> str:

@@ -36,7 +36,7 @@ class TimingTable:
     """What candidates took, in seconds, for each case of some work."""
 
     title: str
-    """What the work is, its sizes included: "attention, 9 query and 3 KV heads of 64"."""
+    """What the work is, its sizes and the number of threads included."""
     cases: dict[str, Seconds]
     """By case, such as "decode of 1024 tokens"."""
 
@@ -75,7 +75,9 @@ def time_candidates(candidates: Mapping[str, Work], max_s: float) -> Seconds:
 
 
 def measured_table(title: str, measure: Callable[[], Mapping[str, Seconds]]) -> TimingTable:
-    """Returns the table of that title: the one kept for this machine, or else a new one, which is kept and logged."""
+    """Returns the table of that title and torch's number of threads: the one kept for this machine, or else a new one,
+    which is kept and logged."""
+    title = f"{title}, on {torch.get_num_threads()} threads"
     path = _path_of(title)
     table = _read(path)
     if table is None or table.title != title:
@@ -87,7 +89,7 @@ def measured_table(title: str, measure: Callable[[], Mapping[str, Seconds]]) -> 
 
 
 def kept_tables() -> list[TimingTable]:
-    """All tables that are kept for this machine and its current number of threads, by title."""
+    """All tables that are kept for this machine, by title."""
     tables = [_read(path) for path in _folder().glob(f"{_machine()}-*.json")]
     return sorted((table for table in tables if table is not None), key=lambda table: table.title)
 
@@ -104,7 +106,7 @@ def _folder() -> Path:
 
 def _machine() -> str:
     """Hashes all that figures depend on besides the work."""
-    parts = (platform.machine(), cpu_description(), torch.__version__, hash_sources(), str(torch.get_num_threads()))
+    parts = (platform.machine(), cpu_description(), torch.__version__, hash_sources())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

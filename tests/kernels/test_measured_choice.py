@@ -34,10 +34,14 @@ def refuse() -> dict[str, dict[str, float]]:
     raise AssertionError("measured again")
 
 
+def titled(work: str) -> str:
+    return f"{work}, on {torch.get_num_threads()} threads"
+
+
 def test_figures_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     first = measured_table("work", lambda: CASES)
-    assert measured_table("work", refuse) == first == TimingTable("work", CASES)
+    assert measured_table("work", refuse) == first == TimingTable(titled("work"), CASES)
     assert "small: ours 1.000*, theirs 2.000 ms" in caplog.text
     assert [record.levelname for record in caplog.records] == ["INFO"]
     with pytest.raises(AssertionError, match="measured again"):
@@ -46,8 +50,17 @@ def test_figures_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_figures_belong_to_a_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     measured_table("work", lambda: CASES)
-    assert [table.title for table in kept_tables()] == ["work"]
+    before = titled("work")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with pytest.raises(AssertionError, match="measured again"):
+        measured_table("work", refuse)
+    measured_table("work", lambda: CASES)
+    assert [kept.title for kept in kept_tables()] == sorted([before, "work, on 77 threads"])
+
+
+def test_figures_belong_to_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_table("work", lambda: CASES)
+    monkeypatch.setattr(measured_choice, "cpu_description", lambda: "another CPU")
     assert kept_tables() == []
     with pytest.raises(AssertionError, match="measured again"):
         measured_table("work", refuse)

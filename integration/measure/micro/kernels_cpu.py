@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagedkv.integration.measure.benchmark.machine import describe_machine
+from pagedkv.plugin.abilities import MeasuresCandidates
 from pagedkv.plugin.attention_metadata import AttentionMetadata, AttentionOptions
 from pagedkv.plugin.interface import AttentionKernels, KVStorage
 from pagedkv.plugin.kv_dtypes import KVDtype, find_kv_dtype, known_kv_dtypes
@@ -50,6 +51,8 @@ class Sizes:
 
 def measure(kernels: AttentionKernels, sizes: Sizes) -> dict[str, float]:
     """All figures: medians in milliseconds, `_gbps` in 10^9 bytes a second, ratios where above 1 is in our favour."""
+    if isinstance(kernels, MeasuresCandidates):
+        kernels.measure([(SPEC, SPEC.cache_spec(BLOCK_SIZE, x), DTYPE) for x in _supported_kv_dtypes(kernels)])
     figures = {"read_gbps": _measure_read(sizes.num_reads)}
     figures |= _measure_decode(kernels, sizes.num_decodes)
     figures |= _measure_prefill(kernels, sizes.num_prefills)

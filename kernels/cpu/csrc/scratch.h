@@ -1,7 +1,7 @@
 // What a thread works with besides its registers.
 #pragma once
 
-#include "blocks.h"
+#include "copies.h"
 
 enum {
     CHUNK_ROWS = 24,      // of an item at once: their scores with a tile stay in the L1 cache

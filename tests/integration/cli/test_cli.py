@@ -17,6 +17,7 @@ import pytest
 from pagedkv.integration import progress_bars
 from pagedkv.integration.measure import extra
 from pagedkv.integration.serve.child_process import ChildServer, command_path
+from pagedkv.kernels.cpu import measured_choice
 from pagedkv.plugin.config import list_config_keys
 from pagedkv.plugin.registry import GROUPS
 
@@ -63,6 +64,14 @@ def test_plugins_lists_every_entry_point_with_its_distribution(pagedkv) -> None:
     }
     assert all(one["loads"] for one in listed)
     assert {one["distribution"].split()[0] for one in listed} == {"pagedkv"}
+
+
+def test_plugins_shows_what_was_measured(pagedkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_choice, "cache_dir", lambda: tmp_path)
+    assert "Measured" not in pagedkv("plugins").out
+    measured_choice.measured_table("attention of a shape", lambda: {"a prompt": {"vectors": 0.002, "tiles": 0.001}})
+    assert "attention of a shape" in pagedkv("plugins").out
+    assert "a prompt: vectors 2.000, tiles 1.000* ms" in pagedkv("plugins").out
 
 
 def test_plugins_says_why_one_does_not_load(pagedkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
