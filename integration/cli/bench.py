@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,6 +53,14 @@ def bench(
         list[str] | None,
         typer.Option(
             help="How backends are reached: process (the default), or a server by its protocol, tgi or smg; or several."
+        ),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE",
+            help="Run each backend once more with another value of the config, as off:model.decoder=off; several with "
+            "spaces between. May be given again.",
         ),
     ] = None,
     peer: Annotated[
@@ -107,6 +116,7 @@ def bench(
         workloads=split_names(workload) or ["short", "mixed", "prefix"],
         backends=[] if backend == ["none"] else split_names(backend) or ["paged", "contiguous"],
         transports=split_names(through) or ["process"],
+        variants=_parse_variants(variant),
         peers=peer or [],
         peer_models=_parse_pairs("--peer-model", peer_model),
         config_file=config,
@@ -158,6 +168,18 @@ def _make_arrivals(rate: float | None, bursts: int) -> Arrivals:
     if bursts and rate is None:
         raise ConfigError("--bursts says how many requests come together; say with --rate how many come a second")
     return Arrivals(rate, bursts)
+
+
+def _parse_variants(values: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    variants: dict[str, dict[str, Any]] = {}
+    for value in values or ():
+        name, _, settings = value.partition(":")
+        if not re.fullmatch(r"[\w.]+", name) or not settings.strip() or name in variants:
+            raise ConfigError(
+                f"--variant takes NAME:KEY=VALUE, as in off:model.decoder=off, each NAME once; found {value!r}"
+            )
+        variants[name] = parse_settings(settings.split())
+    return variants
 
 
 def _parse_pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:

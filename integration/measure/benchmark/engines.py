@@ -37,12 +37,13 @@ class PeerOptions:
 
 
 def make_backend_spec(
-    backend: str, transport: str, config_file: Path | None, overrides: Mapping[str, Any]
+    backend: str, transport: str, config_file: Path | None, overrides: Mapping[str, Any], variant: str = ""
 ) -> EngineSpec:
     """Describes a backend of ours or of a plugin. Through a protocol its name is "NAME-tgi", "NAME-smg".
 
     Args:
         overrides: values of the config, by dotted key.
+        variant: name of these values, appended to the backend's.
 
     Raises:
         ConfigError: the transport is unknown.
@@ -51,9 +52,8 @@ def make_backend_spec(
         raise ConfigError(f"--through takes {', '.join(TRANSPORTS)}, not {transport!r}")
     file = None if config_file is None else str(config_file.absolute())
     options = {"config_file": file, "overrides": {**overrides, "backend": backend}}
-    return _make_spec(
-        backend if transport == "process" else f"{backend}-{transport}", sys.executable, TRANSPORTS[transport], options
-    )
+    parts = (backend, "" if transport == "process" else transport, variant)
+    return _make_spec("-".join(filter(None, parts)), sys.executable, TRANSPORTS[transport], options)
 
 
 def make_peer_spec(peer: str, options: PeerOptions) -> EngineSpec:

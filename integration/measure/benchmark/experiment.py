@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ class BenchmarkOptions:
     workloads: Sequence[str]
     backends: Sequence[str]
     transports: Sequence[str] = ("process",)
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Values of the config, by name and by dotted key. Each backend runs as configured, and with each of these."""
     peers: Sequence[str] = ()
     """Peers, each as NAME=PYTHON."""
     peer_models: Mapping[str, str] = field(default_factory=dict)
@@ -142,11 +145,19 @@ def _plan_small(
 
 
 def _make_backend_specs(options: BenchmarkOptions, overrides: Mapping[str, Any]) -> list[EngineSpec]:
-    return [
-        make_backend_spec(backend, transport, options.config_file, overrides)
+    variants = {"": {}, **options.variants}
+    for values in variants.values():
+        load_config(options.config_file, {**overrides, **values})  # a wrong one is told before the first engine starts
+    specs = [
+        make_backend_spec(backend, transport, options.config_file, {**overrides, **values}, variant)
         for transport in options.transports
         for backend in options.backends
+        for variant, values in variants.items()
     ]
+    for name, count in Counter(spec.name for spec in specs).items():
+        if count > 1:
+            raise ConfigError(f"two engines would be named {name}: give the --variant another name")
+    return specs
 
 
 def _find_limit(shapes: Sequence[Shape], spec: ModelSpec, at_least: int) -> int:

@@ -6,7 +6,9 @@ One sitting: an engine in this process, and a server of the same model in anothe
 - other thread: the same engine, used from another thread.
 - tgi: the server's `forward_ns`, called step by step.
 - tgi, paused: the same with PAUSE_S between an answer and the next call.
-- smg: a step of the same server under streams of the SMG gateway's protocol, from its metrics.
+- smg: a step of the same server under streams of the SMG gateway's protocol, from its metrics. Meanwhile tokens of the
+  step before are sent and read: server and client take the step's own cores where there are no others. The client's
+  part is told beside it.
 
 Each is the mean of the decode steps of an answer, and of those the median of NUM_REPETITIONS. Held against the engine's
 step times MAX_RATIO.
@@ -23,7 +25,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -37,7 +39,7 @@ from pagedkv.adapters.tgi import generate_pb2 as tgi
 from pagedkv.adapters.tgi.client import KEEP_ALL_TOKENS
 from pagedkv.adapters.tgi.generate_pb2_grpc import TextGenerationServiceStub
 from pagedkv.integration.measure.benchmark.workloads import draw_plain_tokens, to_text
-from pagedkv.integration.serve.child_process import ChildServer, child_server
+from pagedkv.integration.serve.child_process import child_server
 from pagedkv.plugin import Engine, SamplingParams
 from pagedkv.plugin.observer import Observers
 from pagedkv.plugin.stats import BackendStats
@@ -49,9 +51,13 @@ NUM_NEW_TOKENS = 40
 PAUSE_S = 0.002
 MAX_RATIO = 1.1
 SETTINGS = {"cache.memory": "1GiB", "limits.max_total_tokens": 1024}
+_MARGIN_TOKENS = 3
+"""Tokens at a stream's beginning and end that are not measured, in streams beside others."""
 STEP_DURATION = "pagedkv_step_duration_seconds"
 
 Prompts = Sequence[Sequence[int]]
+DecodeSteps = tuple[float, float]
+"""Number and total seconds of a server's steps that computed one token of each request, since it started."""
 Measure = Callable[[Prompts], float]
 """Answers prompts at once; returns the mean of the decode steps, in seconds."""
 
@@ -62,6 +68,8 @@ class StepTimes:
 
     num_rows: int
     step_ms: Mapping[str, float]
+    client_ms: float
+    """Processor time of the streams' client, a step."""
 
     def ratios(self) -> dict[str, float]:
         """Of each mode to the engine."""
@@ -132,25 +140,44 @@ class TgiSteps:
 class SmgSteps:
     def __init__(self, target: str, metrics_url: str) -> None:
         self._target, self._metrics_url = target, metrics_url
+        self.client_s = 0.0
+        """Processor time of this process, a step, in the last answer."""
 
     def measure(self, prompts: Prompts) -> float:
-        count, total_s = self._read_decode_steps()
-        asyncio.run(self._stream_all(prompts))
-        later_count, later_total_s = self._read_decode_steps()
-        return (later_total_s - total_s) / (later_count - count)
+        """Counts the steps while all streams run, for they begin in different ones; all if those were too quick."""
+        before, started_s = self._read_decode_steps(), time.process_time()
+        first, last = asyncio.run(self._stream_all(prompts))
+        spent_s, after = time.process_time() - started_s, self._read_decode_steps()
+        self.client_s = spent_s / (after[0] - before[0])
+        if last[0] == first[0]:
+            first, last = before, after
+        return (last[1] - first[1]) / (last[0] - first[0])
 
-    async def _stream_all(self, prompts: Prompts) -> None:
+    async def _stream_all(self, prompts: Prompts) -> tuple[DecodeSteps, DecodeSteps]:
+        """Returns the server's decode steps when all streams run, and when the first is about to end."""
+        num_tokens = [0] * len(prompts)
+        all_run, one_ends = asyncio.Event(), asyncio.Event()
+
+        async def stream(row: int) -> None:
+            async for answer in generate(self._request(prompts[row])):
+                num_tokens[row] += len(answer.chunk.token_ids)
+                if min(num_tokens) >= _MARGIN_TOKENS:
+                    all_run.set()
+                if num_tokens[row] >= NUM_NEW_TOKENS - _MARGIN_TOKENS:
+                    one_ends.set()
+
         async with grpc.aio.insecure_channel(self._target) as channel:
             await channel.channel_ready()
             generate = channel.unary_stream(
                 f"/{SERVICE_NAME}/Generate", smg.GenerateRequest.SerializeToString, smg.GenerateResponse.FromString
             )
-
-            async def stream(prompt: Sequence[int]) -> None:
-                async for _ in generate(self._request(prompt)):
-                    pass
-
-            await asyncio.gather(*map(stream, prompts))
+            streams = asyncio.gather(*map(stream, range(len(prompts))))
+            await all_run.wait()
+            first = await asyncio.to_thread(self._read_decode_steps)
+            await one_ends.wait()
+            last = await asyncio.to_thread(self._read_decode_steps)
+            await streams
+        return first, last
 
     @staticmethod
     def _request(prompt: Sequence[int]) -> smg.GenerateRequest:
@@ -162,8 +189,7 @@ class SmgSteps:
             stream=True,
         )
 
-    def _read_decode_steps(self) -> tuple[float, float]:
-        """Number and total seconds of the server's decode steps so far."""
+    def _read_decode_steps(self) -> DecodeSteps:
         with urllib.request.urlopen(self._metrics_url) as answer:  # noqa: S310 - our own server's
             families = list(text_string_to_metric_families(answer.read().decode()))
         values = {
@@ -184,7 +210,8 @@ def measure(model: Path, row_counts: Sequence[int] = ROW_COUNTS, repetitions: in
         grpc.insecure_channel(server.target) as channel,
         Engine(model, config=SETTINGS, observers=Observers(steps=(watch,))) as engine,
     ):
-        modes = _make_modes(engine, watch, server, channel)
+        streamed = SmgSteps(server.target, server.summary["metrics_urls"][0])
+        modes = _make_modes(engine, watch, channel) | {"smg": streamed.measure}
         token_ids = draw_plain_tokens(engine.tokenizer, engine.backend.info.model.vocab_size, seed=0)
         times = []
         for num_rows in row_counts:
@@ -193,7 +220,8 @@ def measure(model: Path, row_counts: Sequence[int] = ROW_COUNTS, repetitions: in
                 for row in range(num_rows)
             ]
             rounds = [{mode: run(prompts) for mode, run in modes.items()} for _ in range(repetitions)]
-            times.append(StepTimes(num_rows, {mode: median(one[mode] for one in rounds) * 1e3 for mode in modes}))
+            step_ms = {mode: median(one[mode] for one in rounds) * 1e3 for mode in modes}
+            times.append(StepTimes(num_rows, step_ms, streamed.client_s * 1e3))
         return times
 
 
@@ -202,16 +230,14 @@ def _serve_arguments(model: Path) -> list[str]:
     return [str(model), "--listen", "127.0.0.1:0", "--protocol", "tgi,smg", *settings]
 
 
-def _make_modes(engine: Engine, watch: StepWatch, server: ChildServer, channel: grpc.Channel) -> dict[str, Measure]:
+def _make_modes(engine: Engine, watch: StepWatch, channel: grpc.Channel) -> dict[str, Measure]:
     own = EngineSteps(engine, watch)
     called = TgiSteps(channel, lambda prompt: to_text(engine.tokenizer, prompt))
-    streamed = SmgSteps(server.target, server.summary["metrics_urls"][0])
     return {
         "engine": own.measure,
         "other thread": own.measure_on_other_thread,
         "tgi": called.measure,
         "tgi, paused": called.measure_paused,
-        "smg": streamed.measure,
     }
 
 
@@ -222,13 +248,13 @@ def find_missed_bars(times: Sequence[StepTimes]) -> list[tuple[int, str]]:
 
 def _to_table(times: Sequence[StepTimes]) -> str:
     modes = list(times[0].step_ms)
-    lines = [f"| rows | {' | '.join(modes)} |", f"|---|{'---|' * len(modes)}"]
+    lines = [f"| rows | {' | '.join(modes)} | client of smg |", f"|---|{'---|' * len(modes)}---|"]
     for one in times:
         ratios = one.ratios()
         cells = [
             f"{one.step_ms[mode]:.1f} ms" + ("" if mode == "engine" else f" ({ratios[mode]:.2f}×)") for mode in modes
         ]
-        lines.append(f"| {one.num_rows} | {' | '.join(cells)} |")
+        lines.append(f"| {one.num_rows} | {' | '.join(cells)} | {one.client_ms:.1f} ms |")
     return "\n".join(lines)
 
 
@@ -247,7 +273,7 @@ def main() -> int:
     times = measure(arguments.model or ensure_demo_model(), row_counts, arguments.repetitions)
     missed = find_missed_bars(times)
     if arguments.json:
-        steps: list[dict[str, Any]] = [{"num_rows": one.num_rows, "step_ms": dict(one.step_ms)} for one in times]
+        steps: list[dict[str, Any]] = [asdict(one) for one in times]
         print(json.dumps({"steps": steps, "is_met": not missed}))
     else:
         print(_to_table(times))

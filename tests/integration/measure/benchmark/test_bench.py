@@ -100,6 +100,10 @@ def test_peer_that_fails_ends_the_run_with_its_last_words(pagedkv: Command, tiny
         (("--workload", "short,long"), "was made for 256"),
         (("--backend", "padded", *QUICK), "padded"),
         (("--through", "http", *QUICK), "--through takes process, tgi, smg"),
+        (("--variant", "model.decoder=off", *QUICK), "--variant takes NAME:KEY=VALUE"),
+        (("--variant", "a:model.decoder=off", "--variant", "a:model.threads=1", *QUICK), "each NAME once"),
+        (("--variant", "a:model.dekoder=off", *QUICK), "did you mean model.decoder"),
+        (("--variant", "tgi:model.decoder=off", "--through", "process,tgi", *QUICK), "named paged-tgi"),
         (("--peer", "vllm", *QUICK), "--peer vllm=PATH/bin/python"),
         (("--peer", "sglang", *QUICK), "there is no peer 'sglang'"),
         (("--peer", "openvino=python", *QUICK), "--peer-model openvino=PATH"),
@@ -116,6 +120,17 @@ def test_mistakes_are_told_before_anything_runs(
     outcome = pagedkv("bench", tiny_model, *flags)
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
+
+
+def test_variants_take_turns_with_what_they_differ_from(pagedkv: Command, tiny_model: Path) -> None:
+    outcome = pagedkv(
+        *("bench", tiny_model, "--workload", "short", "--backend", "paged", "--repeat", 1, *QUICK),
+        *("--variant", "off:model.decoder=off model.dtype=bfloat16", "--json"),
+    )
+    assert outcome.code == 0, outcome.err
+    report = json.loads(outcome.out)
+    assert list(report["workloads"]["short"]) == ["paged", "paged-off"]
+    assert [report["engines"][name]["dtype"] for name in ("paged", "paged-off")] == ["float32", "bfloat16"]
 
 
 def test_engines_are_started_by_the_interpreter_that_is_named(tmp_path: Path) -> None:
