@@ -150,6 +150,14 @@ def test_every_instruction_set_is_used(flags: tuple[str, ...], instruction: str)
     assert len(re.findall(instruction, listing)) > 20
 
 
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a compiler for ARM")
+@pytest.mark.parametrize("instructions", ["armv8-a", "armv8.2-a+bf16"])
+@pytest.mark.parametrize("source", sorted(compiler.SOURCE_DIR.rglob("*.c")), ids=lambda path: path.stem)
+def test_the_sources_are_c_for_arm_too(source: Path, instructions: str) -> None:
+    flags = (*compiler.OPTIMIZATION_FLAGS, "-fopenmp", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function")
+    subprocess.run(["aarch64-linux-gnu-gcc", *flags, f"-march={instructions}", str(source)], check=True)
+
+
 @pytest.mark.skipif(not is_x86, reason="compiles for x86-64")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="reads libraries with objdump")
 @pytest.mark.parametrize(("flags", "vector"), [(("-march=x86-64-v3",), "ymm"), (("-march=skylake-avx512",), "zmm")])

@@ -9,6 +9,10 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #ifndef LANES
 #if defined(__AVX512F__)
 #define LANES 16
@@ -17,6 +21,12 @@
 #else
 #define LANES 4
 #endif
+#endif
+
+#if defined(__aarch64__) && defined(__ARM_NEON) && LANES == 4
+#define HAS_NEON 1
+#else
+#define HAS_NEON 0
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -145,6 +155,8 @@ INLINE vfloat halves_to_floats(vhalf halves) {
     return (vfloat)_mm512_cvtph_ps((__m256i)halves);
 #elif defined(__F16C__) && LANES == 8
     return (vfloat)_mm256_cvtph_ps((__m128i)halves);
+#elif HAS_NEON
+    return (vfloat)vcvt_f32_f16((float16x4_t)halves);
 #else
     vuint bits = __builtin_convertvector(halves, vuint);
     // Exponent and mantissa moved into place make a float 2^112 too small; infinities and NaN get their exponent back.
@@ -183,6 +195,10 @@ INLINE vint widen_signed(const int8_t *p) {
     return (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__AVX2__) && LANES == 8
     return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif HAS_NEON
+    uint32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return (vint)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes))));
 #else
     vint wide;
     for (int i = 0; i < LANES; i++) wide[i] = p[i];
@@ -195,6 +211,10 @@ INLINE vuint widen_unsigned(const uint8_t *p) {
     return (vuint)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__AVX2__) && LANES == 8
     return (vuint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif HAS_NEON
+    uint32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return (vuint)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))));
 #else
     return __builtin_convertvector(*(const vbyte_any *)p, vuint);
 #endif
@@ -219,6 +239,10 @@ INLINE vint dot_shorts(vint sum, vint a, vint b) {
     return sum + (vint)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__) && LANES == 8
     return sum + (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif HAS_NEON
+    int16x8_t first = (int16x8_t)a, second = (int16x8_t)b;
+    int32x4_t low = vmull_s16(vget_low_s16(first), vget_low_s16(second)), high = vmull_high_s16(first, second);
+    return sum + (vint)vpaddq_s32(low, high);
 #else
     return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -292,6 +316,8 @@ INLINE vfloat get_numbers(int dtype, const void *p, int64_t i) {
 INLINE vhalf floats_to_bf16(vfloat x) {
 #if defined(__AVX512BF16__) && LANES == 16
     return (vhalf)_mm512_cvtneps_pbh((__m512)x);
+#elif HAS_NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (vhalf)vcvt_bf16_f32((float32x4_t)x);
 #else
     vuint bits = (vuint)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vuint is_nan = (vuint)(x != x);
@@ -315,6 +341,8 @@ INLINE vuint pack_bf16(vfloat first, vfloat second) {
 INLINE vhalf floats_to_halves(vfloat x) {
 #if defined(__AVX512F__) && LANES == 16
     return (vhalf)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif HAS_NEON
+    return (vhalf)vcvt_f16_f32((float32x4_t)x);
 #else
     vhalf halves;
     for (int i = 0; i < LANES; i++) halves[i] = float_to_half(x[i]);
@@ -332,6 +360,11 @@ INLINE void set_numbers(int dtype, void *p, int64_t i, vfloat x) {
 #define HAS_BF16_DOT 1
 INLINE vfloat dot_pairs(vfloat sum, vuint a, vuint b) {
     return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#elif HAS_NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16_DOT 1
+INLINE vfloat dot_pairs(vfloat sum, vuint a, vuint b) {
+    return (vfloat)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
 #else
 #ifndef HAS_BF16_DOT
