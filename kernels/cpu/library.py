@@ -21,7 +21,7 @@ DTYPE_CODES = {
     torch.float8_e5m2: 5,
     torch.uint8: 6,
 }
-"""Element types as in csrc/simd.h. A byte holds two elements of 4 bits."""
+"""Element types as in csrc/elements.h. A byte holds two elements of 4 bits."""
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 

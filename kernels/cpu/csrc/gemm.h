@@ -5,7 +5,7 @@
 // whatever stands in unused slots of a block stays in their own columns.
 #pragma once
 
-#include "simd.h"
+#include "elements.h"
 
 // A line of B is one step, or a pair of steps of a column side by side, so that a shift and a mask widen them.
 enum {

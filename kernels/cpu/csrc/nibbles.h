@@ -9,7 +9,7 @@
 //     k_first [blocks, heads, head_dim / 4]: four times two bits
 #pragma once
 
-#include "simd.h"
+#include "elements.h"
 
 enum { VALUE_GROUP = 64, MAX_BLOCK_SIZE = 512, CODES_PER_OCTAVE = 8 };
 

@@ -1,7 +1,7 @@
 // How numbers become elements with a scale: as pagedkv.kernels.quantization has it, which explains the choices.
 #pragma once
 
-#include "simd.h"
+#include "elements.h"
 
 typedef struct {
     float *data;  // of a block, head and token at the sum of their strides; null is 1 everywhere

@@ -14,7 +14,7 @@
 #include <errno.h>
 #include <pthread.h>
 
-#include "simd.h"
+#include "elements.h"
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>

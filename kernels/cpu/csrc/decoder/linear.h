@@ -5,7 +5,7 @@
 // depth in one order, whatever rows stand beside it: an output never depends on the batch.
 #pragma once
 
-#include "../simd.h"
+#include "../elements.h"
 
 #if LANES == 16
 #define PANEL_VECTORS 4  // × 6 rows are 24 of 32 registers
