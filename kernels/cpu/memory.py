@@ -13,13 +13,19 @@ import torch
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _TOUCHED_BYTES = 16 * 2**20
-"""Bytes at the beginning of each allocation that are written at once, for the first requests. Writing a pool of many
-GiB would take longer than the rest of the start. The system clears other pages when they are first written, which takes
-1 or 2 % of a prompt's time."""
+"""Bytes at the beginning of a pool that are written at once, for the first requests. Writing a pool of many GiB would
+take longer than the rest of the start. The system clears other pages when they are first written, which takes 1 or 2 %
+of a prompt's time."""
 
 
-def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates zeros, in huge pages if the system has them. The first `_TOUCHED_BYTES` are mapped already.
+def allocate_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, *, num_touched_bytes: int = _TOUCHED_BYTES
+) -> torch.Tensor:
+    """Allocates zeros, in huge pages if the system has them.
+
+    Args:
+        num_touched_bytes: so many at the beginning are mapped at once, others by the thread that first writes a page,
+            on whose NUMA node they then lie.
 
     Raises:
         torch.OutOfMemoryError: the system has not enough memory.
@@ -36,5 +42,5 @@ def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE_BYTES
     zeros = whole[start : start + num_bytes]
-    zeros[:_TOUCHED_BYTES].zero_()
+    zeros[:num_touched_bytes].zero_()
     return zeros.view(dtype).view(shape)

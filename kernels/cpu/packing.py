@@ -60,7 +60,8 @@ class Packer:
         columns, in_features = weight.shape
         depth = depth or in_features
         num_panels = self.round_up(columns) // self.panel
-        packed = allocate_zeros((num_panels * self.panel, depth), self._dtype)
+        # Nothing is touched before the threads copy, each its part: few rows are multiplied in the same parts.
+        packed = allocate_zeros((num_panels * self.panel, depth), self._dtype, num_touched_bytes=0)
         packed[:columns, :in_features] = weight
         group = 2 if self._dtype == torch.bfloat16 else 1
         # Pack panel by panel, to avoid a second copy of the whole weight.
