@@ -56,7 +56,8 @@ def choose_threads(
     if share.has_low_quota:
         assert share.quota_cpus is not None
         available = int(share.quota_cpus + _QUOTA_MARGIN_CPUS)
-        reason = f"a quota of {share.quota_cpus:g} CPUs, of {reason}"
+        cpus = "CPU" if share.quota_cpus == 1 else "CPUs"
+        reason = f"a quota of {share.quota_cpus:g} {cpus}, of {reason}"
     if num_processes > 1:
         reason += f", for {num_processes} processes"
     return ThreadChoice(max(1, available // num_processes), reason)

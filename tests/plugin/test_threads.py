@@ -24,7 +24,7 @@ def machine(num_cores: int, quota_cpus: float | None = None) -> CpuShare:
     [
         (machine(2), 1, 2, "2 cores"),
         (machine(1), 1, 1, "1 core"),
-        (machine(2, 1.0), 1, 1, "a quota of 1 CPUs, of 2 cores"),
+        (machine(2, 1.0), 1, 1, "a quota of 1 CPU, of 2 cores"),
         (machine(64, 4.0), 1, 4, "a quota of 4 CPUs, of 64 cores"),
         (machine(2, 0.5), 1, 1, "a quota of 0.5 CPUs, of 2 cores"),
         (machine(2, 1.5), 1, 1, "a quota of 1.5 CPUs, of 2 cores"),
