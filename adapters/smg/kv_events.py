@@ -33,10 +33,12 @@ class KvEventLog:
 
     Args:
         block_size: tokens a block.
+        first_number: of the first batch; None begins behind all numbers of processes that were here before.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, first_number: int | None = None) -> None:
         self._block_size = block_size
+        self._before_first = (_number_of_now() if first_number is None else first_number) - 1
         self._event_loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._blocks: dict[bytes, StoredBlock] = {}
@@ -44,9 +46,14 @@ class KvEventLog:
         """A block that was stored, the name of one that was removed, None for all that were."""
         self._batches: deque[bytes] = deque(maxlen=MAX_KEPT_BATCHES)
         """Serialized; the last one has the number `last_number`."""
-        self.last_number = 0
+        self.last_number = self._before_first
         self._num_events = 0
         self._news = asyncio.Event()
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether there was one yet."""
+        return self.last_number > self._before_first
 
     def on_stored(self, block: StoredBlock) -> None:
         with self._lock:
@@ -64,7 +71,7 @@ class KvEventLog:
             self._append(None)
 
     def can_resume(self, number: int) -> bool:
-        """Whether everything after the batch of this number is still here."""
+        """Whether everything after the batch of this number is still here. It never is for one of another process."""
         self._flush()
         return self.last_number - len(self._batches) <= number <= self.last_number
 
@@ -88,10 +95,10 @@ class KvEventLog:
             self._flush_locked()
             blocks = list(_parents_first(self._blocks))
         chunks = [blocks[start : start + MAX_CHUNK_BLOCKS] for start in range(0, len(blocks), MAX_CHUNK_BLOCKS)] or [[]]
-        if len(chunks) > self.last_number:
-            # Numbers below 1 do not exist, and a number more than once or left out would be a fault to others.
+        if len(chunks) > self.last_number - self._before_first:
+            # A number that no batch has, more than once or left out would be a fault to others.
             chunks = [blocks]
-        if self.last_number == 0:
+        if not self.has_batches:
             return []
         batches = []
         for index, chunk in enumerate(chunks):
@@ -151,6 +158,12 @@ class KvEventLog:
             self._num_events += 1
             event.event_id = self._num_events
         return events
+
+
+def _number_of_now() -> int:
+    """A worker that restarts on its address must not take an old position for one of its own: far less than 2**20
+    batches come in a second."""
+    return int(time.time()) << 20
 
 
 def to_hash(name: bytes) -> int:

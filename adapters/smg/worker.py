@@ -214,12 +214,14 @@ class SmgWorker:
         events = self._events
         if events is None:
             raise UnsupportedError("this backend does not tell which blocks are findable")
-        await context.send_initial_metadata(())
         number = request.start_sequence_number
         if number and not events.can_resume(number):
+            # Before anything is sent: the gateway begins anew where a call is refused, and tries the same position
+            # again where a stream breaks.
             raise UnknownEventNumberError(
                 f"batch {number} is not known here any more; the last one is {events.last_number}"
             )
+        await context.send_initial_metadata(())
         has_begun = number > 0
         if not number:
             for batch in events.snapshot():
@@ -235,8 +237,9 @@ class SmgWorker:
                 has_begun = True
                 await context.write(batch + self._load_bytes(load_only=False))
             if not batches and (has_begun or request.load_records_before_first_batch):
+                last_seen = number if has_begun else 0
                 await context.write(
-                    pb.KvEventBatch(sequence_number=number).SerializeToString() + self._load_bytes(load_only=True)
+                    pb.KvEventBatch(sequence_number=last_seen).SerializeToString() + self._load_bytes(load_only=True)
                 )
             await self._wait_for_events(events, number)
 

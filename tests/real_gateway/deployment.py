@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300
 WAIT_TIMEOUT_S = 60
 _POLL_S = 0.05
 _LOG_TAIL_CHARS = 4000
-_HTTP = httpx2.Client(timeout=60, trust_env=False)
+_HTTP = httpx2.Client(timeout=300, trust_env=False)
 
 QUICK_FLAGS = (
     *("--worker-startup-check-interval", "1"),
@@ -69,6 +69,7 @@ class Worker:
     settings: Sequence[str]
     port: int
     metrics_port: int
+    environ: Mapping[str, str] = field(default_factory=dict)
     server: ChildServer | None = None
     _running: AbstractContextManager[ChildServer] | None = field(default=None, init=False)
     _num_starts: int = field(default=0, init=False)
@@ -82,7 +83,7 @@ class Worker:
         self._num_starts += 1
         settings = [part for setting in self.settings for part in ("--set", setting)]
         command = [str(self.model), "--protocol", "smg", "--listen", f"127.0.0.1:{self.port}", *settings]
-        environ = {"PAGEDKV_METRICS_LISTEN": f"127.0.0.1:{self.metrics_port}"}
+        environ = {"PAGEDKV_METRICS_LISTEN": f"127.0.0.1:{self.metrics_port}", **self.environ}
         log = self.folder / f"worker-{self.port}-{self._num_starts}.log"
         self._running = child_server(command, log, environ=environ)
         self.server = self._running.__enter__()
@@ -212,12 +213,18 @@ class Launch:
 
     @contextmanager
     def deployment(
-        self, model: Path, *, num_workers: int = 1, settings: Sequence[str] = (), flags: Sequence[str] = QUICK_FLAGS
+        self,
+        model: Path,
+        *,
+        num_workers: int = 1,
+        settings: Sequence[str] = (),
+        flags: Sequence[str] = QUICK_FLAGS,
+        environ: Mapping[str, str] | None = None,
     ) -> Iterator[Gateway]:
         """Workers of one model behind a gateway; all of it has ended afterwards."""
         ports = free_ports(2 * num_workers + 2)
         pairs = zip(ports[2::2], ports[3::2], strict=True)
-        workers = [Worker(model, self.folder, settings, port, metrics) for port, metrics in pairs]
+        workers = [Worker(model, self.folder, settings, port, metrics, environ or {}) for port, metrics in pairs]
         gateway = Gateway(self.program, self.folder, workers, flags, ports[0], ports[1])
         try:
             for worker in workers:

@@ -123,6 +123,27 @@ def _known_blocks(gateway: Gateway) -> float:
     return gateway.metric("smg_kv_event_blocks_total")
 
 
+def test_a_worker_that_restarts_is_known_as_it_is_now(aware: Gateway) -> None:
+    """Its old position is refused, so that the gateway forgets what the process before had."""
+    prompts = [_long_prompt(index) for index in range(6)]
+    for prompt in prompts:
+        _ask(aware, prompt)
+    restarted, other = aware.workers
+    wait_for(lambda: aware.metric("smg_kv_index_blocks", worker=restarted.url) > 0, "events of the worker")
+    restarted.end()
+    restarted.start()
+    wait_for(
+        lambda: aware.metric("smg_kv_event_resyncs_total", worker=restarted.url, reason="out_of_range") == 1,
+        "the gateway to begin anew with the worker",
+    )
+    assert aware.metric("smg_kv_index_blocks", worker=restarted.url) == 0
+    fresh = [_long_prompt(100 + index) for index in range(6)]
+    for prompt in fresh:
+        _ask(aware, prompt)
+    assert all(_ask(aware, prompt) > 64 for prompt in fresh)
+    assert not any(aware.metric("smg_kv_event_gaps_total", worker=one.url) for one in (restarted, other))
+
+
 def test_a_gateway_that_restarts_knows_prefixes_by_the_snapshot(aware: Gateway) -> None:
     prompts = [_long_prompt(index) for index in range(10)]
     for prompt in prompts:
