@@ -81,7 +81,7 @@ class GrpcServer:
                 ("grpc.max_send_message_length", max_bytes),
                 ("grpc.so_reuseport", 0),  # Two servers on one port would share its calls at random.
                 ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+                ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ]
         )
         server.add_generic_rpc_handlers(tuple(door.handler for door in doors))
