@@ -41,12 +41,8 @@ def up(
     Starts workers (`pagedkv serve --protocol smg`) and the SMG gateway in front of them, starts again what ends, and
     lets running answers finish at the end; a second signal ends all at once.
     """
-    from pagedkv.integration.serve.local_deployment import (
-        OWN_KEYS,
-        DeploymentOptions,
-        find_gateway_program,
-        run_deployment,
-    )
+    from pagedkv.integration.serve.local_deployment import OWN_KEYS, OWN_SETTINGS, DeploymentOptions, run_deployment
+    from pagedkv.integration.serve.smg_gateway import SmgGateway, find_gateway_program
     from pagedkv.plugin.config import load_config
 
     overrides = parse_settings(settings)
@@ -58,14 +54,10 @@ def up(
         print(summary.to_json() if as_json else summary.to_text(), flush=True)
 
     options = DeploymentOptions(
-        config=load_config(config, {**overrides, "model.path": model}),
+        config=load_config(config, {**overrides, **OWN_SETTINGS, "model.path": model}),
         config_file=config,
         settings=settings or (),
         num_replicas=replicas,
-        host=host,
-        port=port,
-        policy=policy,
-        gateway_program=find_gateway_program(gateway),
-        gateway_arguments=gateway_arguments or (),
+        gateway=SmgGateway(find_gateway_program(gateway), host, port, policy, gateway_arguments or ()),
     )
     raise typer.Exit(run_deployment(options, announce))

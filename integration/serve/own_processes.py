@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded here: between fork and exec, where another thread may hold the loader's lock, it could wait for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,10 @@ def start_plain_process(
     pass_fds: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     """The same of a program that does not say when it is ready."""
+    parent = os.getpid()
 
     def prepare() -> None:
-        _end_with_parent()
+        _end_with(parent)
         if cores:
             os.sched_setaffinity(0, cores)
 
@@ -102,6 +105,14 @@ def terminate(processes: Collection[subprocess.Popen[bytes]]) -> None:
             process.terminate()
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process that still runs, and what it has started in its session. Waits for its end."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def find_free_ports(num_ports: int, host: str = "127.0.0.1") -> list[int]:
     """Different ports on which nothing listens."""
     listeners = [socket.create_server((host, 0)) for _ in range(num_ports)]
@@ -111,7 +122,7 @@ def find_free_ports(num_ports: int, host: str = "127.0.0.1") -> list[int]:
     return ports
 
 
-@contextmanager
+@contextlib.contextmanager
 def forwarded_signals(forward: Callable[[], None]) -> Iterator[None]:
     """Context manager in which SIGTERM and SIGINT call `forward` and do nothing else."""
 
@@ -126,6 +137,9 @@ def forwarded_signals(forward: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Makes the kernel end this process with its parent, so that a killed supervisor leaves nothing behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # It ended before.
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.adapters.smg.worker import WorkerFacts
+from pagedkv.integration.serve.model_name import default_model_name
 from pagedkv.integration.serve.weights import find_model_directory
 from pagedkv.plugin.config import Config
 from pagedkv.plugin.resolved_config import ResolvedConfig
@@ -29,19 +30,6 @@ def read_worker_facts(config: Config, resolved: ResolvedConfig) -> WorkerFacts:
         model_type=str(_read_json(directory / "config.json").get("model_type", "")),
         default_sampling_params_json=json.dumps(named) if named else "",
         max_num_sequences=resolved.scheduler.max_num_sequences,
-    )
-
-
-def default_model_name(model_path: str) -> str:
-    """The name of a directory; a name on the hub is itself.
-
-    >>> default_model_name("/models/tiny/"), default_model_name("org/name-without-such-a-folder")
-    ('tiny', 'org/name-without-such-a-folder')
-    """
-    return (
-        model_path
-        if not model_path.startswith(("/", ".", "~")) and not Path(model_path).is_dir()
-        else (Path(model_path).name or Path(model_path).absolute().name)
     )
 
 
