@@ -26,7 +26,8 @@ behaviour = sys.argv[1:][rank]
 if behaviour == "fails":
     sys.exit(5)
 texts = dict.fromkeys(("model", "architecture", "dtype", "device", "backend", "attention_kernels", "kv_dtype"), "x")
-numbers = dict.fromkeys(("block_size", "num_blocks", "max_cache_tokens", "max_total_tokens", "kv_bytes_total"), 8)
+names = ("block_size", "num_blocks", "max_cache_tokens", "max_total_tokens", "kv_bytes_total", "num_threads")
+numbers = dict.fromkeys(names, 8)
 print("a library greets\\n" * (20_000 if behaviour == "chats" else 1), flush=True)
 with open(int(sys.argv[sys.argv.index("--ready-fd") + 1]), "w") as pipe:
     print("{}", end="", flush=True)
