@@ -91,7 +91,10 @@ class Wire:
         )(request, timeout=60)
 
     async def generate(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-        return [message async for message in self.stream("Generate", request, timeout=120)]
+        messages = [message async for message in self.stream("Generate", request, timeout=120)]
+        ends = [message.complete.finish_reason for message in messages if message.HasField("complete")]
+        assert set(ends) <= KNOWN_REASONS
+        return messages
 
     async def rest_of(self, call: Any) -> list[Any]:
         """What is left of a stream that `read` was called on."""
@@ -121,6 +124,10 @@ def ask(
         sampling_params=pb.SamplingParams(**chooser),
         stream=stream,
     )
+
+
+KNOWN_REASONS = {"stop", "length", "abort", "error"}
+"""The gateway shows clients any other as it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,24 @@
-"""`server.protocols`: each alone, both on one port, and what can't be together."""
+"""`server.protocols`: each alone, both on one port, and what can't be together.
+
+Which test holds what a worker of the gateway must not do:
+
+- listen before it is warm: `test_a_gateway_s_worker_listens_once_it_is_warm`
+- leave stop strings to the gateway; ignore a constraint: `tests/adapters/smg/test_generate.py`
+- hear only one of Abort and cancellation; send anything before the admission: `tests/adapters/smg/test_ends.py`
+- send clients away that ping: `tests/adapters/rpc/test_keepalive.py`
+- count cached blocks as load: `tests/adapters/smg/test_worker.py`
+- keep streams of KV events open while it drains: `test_a_gateway_s_worker_speaks_no_other_protocol_and_drains`
+- take a position of the process before for its own: `tests/adapters/smg/test_kv_events.py`
+- end for a reason that the gateway does not know: every answer that the tests of `tests/adapters/smg` read
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import threading
+import time
 from typing import Any
 
 import grpc
@@ -11,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagedkv.adapters.smg import engine_pb2 as pb
 from pagedkv.adapters.tgi.client import GenerationClient
+from pagedkv.integration.serve.own_processes import find_free_ports
 from pagedkv.plugin.config import parse_config
 from pagedkv.plugin.errors import ConfigError
 from pagedkv.plugin.requests import SamplingParams
@@ -81,6 +98,35 @@ def test_a_gateway_s_worker_speaks_no_other_protocol_and_drains(launch_server: A
     with _serve(launch_server, "smg") as server:
         assert len(asyncio.run(play(server))) == 60
         assert server.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_gateway_s_worker_listens_once_it_is_warm(launch_server: Any) -> None:
+    """Whoever connects at the first moment at which it can is served."""
+    (port,) = find_free_ports(1)
+    seen: list[tuple[bool, list[int]]] = []
+
+    async def ask() -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health = channel.unary_unary(f"/{SMG}/HealthCheck", response_deserializer=pb.HealthCheckResponse.FromString)
+            seen.append(((await health(b"")).healthy, await _generate(channel, 3)))
+
+    def connect() -> None:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                break
+            time.sleep(0.002)
+        asyncio.run(ask())
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    with launch_server("--protocol", "smg", "--listen", f"127.0.0.1:{port}", uds_path=False):
+        thread.join()
+    ((is_healthy, tokens),) = seen
+    assert is_healthy
+    assert len(tokens) == 3
 
 
 @pytest.mark.parametrize(
