@@ -139,7 +139,7 @@ class Engine:
         params = params or SamplingParams()
         if params.n > 1:
             raise RequestError("a stream has one sample; use generate for n above 1")
-        inbox = ThreadInbox(may_pause=True)
+        inbox = ThreadInbox(may_be_full=True)
         [[sample]] = self._start([_as_prompt(prompt)], [params], namespace, inbox)
         try:
             return TokenStream(self.loop, sample, self._make_running(sample), inbox)

@@ -40,6 +40,9 @@ class AsyncInbox:
             raise
         return generation
 
+    is_full = False
+    """A generation whose reader is too slow ends: the process has many clients, and this one holds their room."""
+
     def deliver(self, outputs: Tokens) -> None:
         self._event_loop.call_soon_threadsafe(_dispatch, outputs)
 

@@ -41,8 +41,6 @@ class Sample:
     inbox: Inbox
     consumer: object = None
     """Whatever the inbox wants to find here; the loop does not read it."""
-    is_paused: bool = False
-    """Whether no step shall run it for now, because its reader is behind. Any thread may set it."""
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
     admitted_s: float | None = None
@@ -68,6 +66,10 @@ class Sample:
 
 class Inbox(Protocol):
     """Where a door takes its tokens. Called on the step thread, so that it must hand over and return."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its reader is so far behind that no step shall bring it more. Asked before each step."""
 
     def deliver(self, outputs: list[tuple[Sample, StepOutput]]) -> None:
         """The new tokens of one step, each with its sample. The last one of a sample has a `finish_reason`."""

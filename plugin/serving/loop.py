@@ -184,7 +184,7 @@ class ServingLoop:
 
     def _choose_samples(self) -> list[RequestId] | None:
         """Ids of the samples to step; None is all that the backend has."""
-        ids = [id_ for id_, sample in self._live.items() if not sample.is_paused]
+        ids = [id_ for id_, sample in self._live.items() if not sample.inbox.is_full]
         return ids if self._is_shared or self._num_guests or len(ids) < len(self._live) else None
 
     def _run_step(self) -> bool:

@@ -12,25 +12,26 @@ from pagedkv.plugin.serving.generation import Sample
 Tokens = list[tuple[Sample, StepOutput]]
 
 MAX_UNREAD_STEPS = 1024
-"""A sample whose reader is so many steps behind is paused, until it has read half of them."""
+"""An inbox that may be full takes no more than so many."""
 
 
 class ThreadInbox:
     """Hands a loop's tokens to one thread: one hand-over a step, however many samples it has.
 
     Args:
-        may_pause: pauses the samples of a reader that is far behind. For an inbox with one sample.
+        may_be_full: lets its samples wait for a reader that is far behind.
     """
 
-    def __init__(self, *, may_pause: bool = False) -> None:
-        self._may_pause = may_pause
+    def __init__(self, *, may_be_full: bool = False) -> None:
+        self._may_be_full = may_be_full
         self._steps: SimpleQueue[Tokens | PagedKVError] = SimpleQueue()
+
+    @property
+    def is_full(self) -> bool:
+        return self._may_be_full and self._steps.qsize() >= MAX_UNREAD_STEPS
 
     def deliver(self, outputs: Tokens) -> None:
         self._steps.put(outputs)
-        if self._may_pause and self._steps.qsize() >= MAX_UNREAD_STEPS:
-            for sample, _ in outputs:
-                sample.is_paused = True
 
     def fail(self, samples: Sequence[Sample], error: PagedKVError) -> None:
         self._steps.put(error)
@@ -47,7 +48,4 @@ class ThreadInbox:
             return []
         if isinstance(step, PagedKVError):
             raise step
-        if self._may_pause and self._steps.qsize() < MAX_UNREAD_STEPS // 2:
-            for sample, _ in step:
-                sample.is_paused = False
         return step

@@ -37,6 +37,8 @@ NUM_BLOCKS = 12
 class Inbox:
     """Keeps what comes, by sample."""
 
+    is_full = False
+
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.tokens: dict[RequestId, list[int]] = {}
