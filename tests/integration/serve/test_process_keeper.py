@@ -60,7 +60,7 @@ def look_until(keeper: ProcessKeeper, condition: Callable[[], bool]) -> None:
 
 
 def test_lines_of_both_outputs_get_the_name_as_prefix(keeper: ProcessKeeper, log: Log) -> None:
-    keeper.start(script("a", "print('out'); print('err', file=sys.stderr); time.sleep(60)"))
+    keeper.start(script("a", "print('out', flush=True); print('err', file=sys.stderr); time.sleep(60)"))
     keeper.start(script("b", "sys.stdout.buffer.write(b'caf\\xff\\n'); sys.stdout.flush(); time.sleep(60)"))
     look_until(keeper, lambda: len(log) == 3)
     assert sorted(log) == ["a | err", "a | out", "b | caf�"]

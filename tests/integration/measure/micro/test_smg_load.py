@@ -19,4 +19,5 @@ def test_each_number_of_streams_has_its_figures(tiny_model: Path, tmp_path: Path
         one, three = asyncio.run(smg_load.measure(server.target, [1, 3], num_new_tokens=5))
     assert (one.num_requests, three.num_requests) == (4, 9)
     for load in (one, three):
-        assert min(load.ttft_ms, load.tpot_ms, load.tokens_per_s) > 0
+        assert min(load.ttft_ms, load.tokens_per_s) > 0
+        assert load.tpot_ms >= 0, "0 where a reader that is behind gets all tokens at once"
